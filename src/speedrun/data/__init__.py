@@ -1,0 +1,1 @@
+"""Text becomes token shards, shards become batches: corpus.py -> shards.py -> loader.py."""

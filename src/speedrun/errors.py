@@ -1,0 +1,19 @@
+"""A person's mistake, told in one sentence.
+
+`UserError` is the only exception that the command line turns into `speedrun: <sentence>` and exit code 2.
+Anything else that escapes is a bug, and keeps its traceback.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """One sentence that names the offending value and the way out."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """' Did you mean X?' when something known looks like `name`; otherwise ' Known: ...'."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(sorted(known))}."

@@ -1,0 +1,1 @@
+"""The GPT: one model code for every recipe."""

@@ -1,0 +1,1 @@
+"""Optimizers. This package imports torch alone."""

@@ -1,0 +1,1 @@
+"""The loop and what surrounds it: schedule, clock, device, run folder, checkpoints."""
