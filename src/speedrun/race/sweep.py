@@ -1,0 +1,390 @@
+"""Search a recipe's fields within a budget, and keep every result.
+
+    speedrun sweep --vary optim.lr=0.001..0.01:log schedule.rows=4,8,16 --method halving --trials 9 --budget 60
+
+A value list (`a,b,c`) or a range (`low..high`, with `:log` for a logarithmic one) can be given for any field, steps
+included. `--clock 150` sets the steps of each candidate so that it trains 150 seconds on this machine, which is how
+shapes of different speed are compared fairly. Every trial is a process of its own and leaves one row in rows.jsonl;
+the same command continues where it was stopped. Only the validation split is ever read.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from speedrun.errors import UserError
+from speedrun.files import explained, write_json
+from speedrun.recipes import DEFAULT, get_recipe
+from speedrun.tracks import get_track
+from speedrun.train.config import Recipe, fields_of, with_fields
+from speedrun.train.runlog import read_metrics, read_result
+
+CALIBRATION_STEPS = 24
+Fields = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    vary: tuple[str, ...] = ()
+    """FIELD=a,b,c or FIELD=low..high or FIELD=low..high:log; `speedrun recipes show NAME` lists the fields."""
+    recipe: str = DEFAULT
+    """Where the search starts: the first candidate is the recipe as it is."""
+    track: str = "pocket"
+    """On which track."""
+    fix: tuple[str, ...] = ()
+    """FIELD=value, changed in every candidate."""
+    method: Literal["coordinate", "halving", "random", "grid"] = "coordinate"
+    """coordinate: one field at a time, keeping the best; halving: many short trials, the best ones go on longer;
+    random: independent draws; grid: all combinations of lists."""
+    trials: int = 9
+    """Candidates drawn by halving and random."""
+    eta: int = 3
+    """Halving keeps one in so many, and gives them so many times the steps."""
+    rungs: int = 3
+    """Halving: how many times, the last one with all steps."""
+    rounds: int = 2
+    """Coordinate: times through all fields, unless nothing improves any more."""
+    seeds: tuple[int, ...] = (0,)
+    """Seeds of each candidate; their mean loss counts."""
+    clock: float | None = None
+    """Seconds of training per candidate: steps follow from a short timing of it. None: the recipe's steps."""
+    budget: float = 60.0
+    """Minutes; no trial is started after that. Time spent before a restart counts."""
+    draw: int = 0
+    """Seed of the random draws."""
+    out: Path = Path("sweeps/sweep")
+    """Where rows.jsonl is kept; the same folder continues."""
+    threads: int | None = None
+    """CPU threads of each trial."""
+
+
+@dataclass
+class Range:
+    """The values a field may take."""
+
+    name: str
+    choices: list[Any] = field(default_factory=list)
+    low: float = 0.0
+    high: float = 0.0
+    log: bool = False
+    whole: bool = False
+
+    @classmethod
+    def parse(cls, text: str, recipe: Recipe) -> "Range":
+        name, _, values = text.partition("=")
+        with_fields(recipe, {name: fields_of(recipe).get(name)})  # refuses an unknown field by its nearest name
+        old = fields_of(recipe)[name]
+        if ".." in values:
+            body, _, kind = values.partition(":")
+            low, _, high = body.partition("..")
+            try:
+                bounds = float(low), float(high)
+            except ValueError:
+                raise UserError(
+                    f"{text!r} is no range; write {name}=low..high, with :log for a logarithmic one."
+                ) from None
+            if kind not in ("", "log") or not bounds[0] < bounds[1] or (kind == "log" and bounds[0] <= 0):
+                raise UserError(f"{text!r} is no range; low must be below high, and above 0 for :log.")
+            return cls(name, low=bounds[0], high=bounds[1], log=kind == "log", whole=isinstance(old, int))
+        choices = [value_of(v, old, name) for v in values.split(",") if v != ""]
+        if not choices:
+            raise UserError(f"{text!r} names no values; write {name}=a,b,c or {name}=low..high.")
+        return cls(name, choices)
+
+    def draw(self, rng: random.Random) -> Any:
+        if self.choices:
+            return rng.choice(self.choices)
+        x = (
+            math.exp(rng.uniform(math.log(self.low), math.log(self.high)))
+            if self.log
+            else rng.uniform(self.low, self.high)
+        )
+        return round(x) if self.whole else float(f"{x:.3g}")
+
+    def ladder(self) -> list[Any]:
+        """Values for one-at-a-time search: the list, or five points of the range."""
+        if self.choices:
+            return self.choices
+        ends = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
+        points = [ends[0] + (ends[1] - ends[0]) * i / 4 for i in range(5)]
+        values = [math.exp(p) if self.log else p for p in points]
+        return list(dict.fromkeys(round(v) if self.whole else float(f"{v:.3g}") for v in values))
+
+
+def value_of(text: str, old: Any, name: str) -> Any:
+    """`text` as the type the field has now."""
+    try:
+        if isinstance(old, bool):
+            return {"true": True, "false": False}[text.lower()]
+        return type(old)(text) if isinstance(old, (int, float, str)) else json.loads(text)
+    except (KeyError, ValueError):
+        raise UserError(f"{name}={text} does not fit: it is {old!r} now, a {type(old).__name__}.") from None
+
+
+class BudgetSpent(Exception):
+    pass
+
+
+class Bench:
+    """Runs candidates, remembers their rows, and knows what the budget allows."""
+
+    def __init__(self, given: Sweep, base: Recipe, console: Console) -> None:
+        self.given, self.base, self.console = given, base, console
+        self.rows_file = given.out / "rows.jsonl"
+        self.rows: list[dict[str, Any]] = []
+        if self.rows_file.exists():
+            for line in self.rows_file.read_text().splitlines():
+                try:
+                    self.rows.append(json.loads(line))
+                except ValueError:
+                    console.print(f"a torn row in {self.rows_file} is dropped", markup=False)
+            with explained(self.rows_file):
+                self.rows_file.write_text("".join(json.dumps(r) + "\n" for r in self.rows))
+        self.known = {r["key"]: r for r in self.rows}
+
+    @property
+    def minutes(self) -> float:
+        return sum(r["minutes"] for r in self.rows)
+
+    def loss(self, changes: Fields, share: float = 1.0) -> float:
+        """Mean loss of a candidate over the seeds, at a share of its full steps; infinite for one that fails."""
+        try:
+            full = self.full_steps(changes)
+        except UserError as e:
+            self.console.print(f"  skipped {show(changes)}: {e}", markup=False)
+            return math.inf
+        steps = max(1, round(share * full))
+        return statistics.mean(self.trial(changes, seed, steps)["loss"] for seed in self.given.seeds)
+
+    def full_steps(self, changes: Fields) -> int:
+        recipe = with_fields(self.base, changes)
+        if self.given.clock is None:
+            return recipe.schedule.steps
+        return max(1, int(self.given.clock / self.step_seconds(changes)))
+
+    def step_seconds(self, changes: Fields) -> float:
+        """Median step of a short run, shared by candidates that differ only in numbers that cost no time."""
+        free = (
+            "optim.",
+            "schedule.warmup",
+            "schedule.cooldown",
+            "schedule.floor",
+            "schedule.steps",
+            "validation.",
+        )
+        costly = {k: v for k, v in changes.items() if not k.startswith(free) or k == "optim.clip"}
+        row = self.run_once("calibration", costly, seed=0, steps=CALIBRATION_STEPS)
+        if row["status"] != "ok":
+            raise UserError(f"the timing run failed ({row['status']})")
+        return float(row["step_seconds"])
+
+    def trial(self, changes: Fields, seed: int, steps: int) -> dict[str, Any]:
+        return self.run_once("trial", changes, seed, steps)
+
+    def run_once(self, kind: str, changes: Fields, seed: int, steps: int) -> dict[str, Any]:
+        key = hashlib.sha256(json.dumps([kind, sorted(changes.items()), seed, steps]).encode()).hexdigest()[:16]
+        if key in self.known:
+            return self.known[key]
+        if self.minutes >= self.given.budget:
+            raise BudgetSpent
+        row = self.execute(kind, changes, seed, steps, key)
+        with explained(self.rows_file), open(self.rows_file, "a") as f:
+            f.write(json.dumps(row) + "\n")
+        self.rows.append(row)
+        self.known[key] = row
+        if kind == "trial":
+            text = f"{row['loss']:.4f}" if row["status"] == "ok" else row["status"]
+            self.console.print(
+                f"  {len(self.rows):4}  {text:>8}  {steps:6} steps  {row['minutes']:5.1f} min  {show(changes)} seed={seed}",
+                markup=False,
+            )
+        return row
+
+    def execute(self, kind: str, changes: Fields, seed: int, steps: int, key: str) -> dict[str, Any]:
+        folder = self.given.out / "runs" / f"{key}-{time.time_ns()}"
+        wanted = {**changes, "schedule.steps": steps}
+        if kind == "calibration":
+            wanted["validation.every"] = 10**9
+        command = [
+            sys.executable,
+            "-m",
+            "speedrun",
+            "train",
+            "--recipe",
+            self.given.recipe,
+            "--track",
+            self.given.track,
+        ]
+        command += [
+            "--seed",
+            str(seed),
+            "--out",
+            str(folder),
+            "--checkpoint-every",
+            "0",
+            "--save",
+            "False",
+            "--sample",
+            "False",
+        ]
+        if self.given.threads:
+            command += ["--threads", str(self.given.threads)]
+        for name, value in wanted.items():
+            command += [f"--{name.replace('_', '-')}", str(value)]
+        began = time.monotonic()
+        done = subprocess.run(command, capture_output=True, text=True)
+        row: dict[str, Any] = {"key": key, "kind": kind, "fields": changes, "seed": seed, "steps": steps}
+        row["minutes"] = (time.monotonic() - began) / 60
+        if done.returncode not in (0, 1) or not (folder / "result.json").exists():
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            if done.returncode == 2:
+                raise UserError(last.removeprefix("speedrun: "))
+            return row | {"status": f"crashed: {last}", "loss": math.inf}
+        result = read_result(folder)
+        ok = result["status"] == "ok"
+        row |= {"status": result["status"], "loss": float(result["val_loss"]) if ok else math.inf}
+        row |= {"train_time": result["train_time"], "tokens": result["tokens"]}
+        times = [m["time"] for m in read_metrics(folder, "train")]
+        if ok and len(times) > 1:
+            row["step_seconds"] = statistics.median(b - a for a, b in itertools.pairwise(times))
+        return row
+
+
+def show(changes: Fields) -> str:
+    return " ".join(f"{k}={v}" for k, v in changes.items()) or "the recipe as it is"
+
+
+# -------------------------------------------------------------------- methods
+
+
+def coordinate(bench: Bench, ranges: list[Range], start: Fields) -> None:
+    best, best_loss = start, bench.loss(start)
+    for _ in range(bench.given.rounds):
+        before = best
+        for axis in ranges:
+            for value in axis.ladder():
+                candidate = {**best, axis.name: value}
+                loss = bench.loss(candidate)
+                if loss < best_loss:
+                    best, best_loss = candidate, loss
+        if best == before:
+            return
+
+
+def halving(bench: Bench, ranges: list[Range], start: Fields) -> None:
+    rng = random.Random(bench.given.draw)
+    pool: list[Fields] = [start]
+    pool += [{**start, **{r.name: r.draw(rng) for r in ranges}} for _ in range(bench.given.trials - 1)]
+    for rung in range(bench.given.rungs):
+        share = bench.given.eta ** (rung + 1 - bench.given.rungs)
+        scored = sorted(((bench.loss(c, share), i, c) for i, c in enumerate(pool)), key=lambda s: s[:2])
+        pool = [c for _, _, c in scored[: max(1, len(scored) // bench.given.eta)]]
+
+
+def draws(bench: Bench, ranges: list[Range], start: Fields) -> None:
+    rng = random.Random(bench.given.draw)
+    bench.loss(start)
+    for _ in range(bench.given.trials - 1):
+        bench.loss({**start, **{r.name: r.draw(rng) for r in ranges}})
+
+
+def grid(bench: Bench, ranges: list[Range], start: Fields) -> None:
+    for values in itertools.product(*(r.ladder() for r in ranges)):
+        bench.loss({**start, **dict(zip((r.name for r in ranges), values, strict=True))})
+
+
+METHODS = {"coordinate": coordinate, "halving": halving, "random": draws, "grid": grid}
+
+
+# -------------------------------------------------------------------- the command
+
+
+def run(given: Sweep, console: Console) -> int:
+    base = get_recipe(given.recipe, get_track(given.track).name)
+    get_track(given.track).locate()
+    for name, least in (("trials", 1), ("eta", 2), ("rungs", 1), ("rounds", 1)):
+        if getattr(given, name) < least:
+            raise UserError(f"--{name} is {getattr(given, name)}; it must be at least {least}.")
+    if not given.seeds:
+        raise UserError("--seeds is empty; name at least one.")
+    fixed = {r.name: r.choices[0] for r in (Range.parse(t, base) for t in given.fix) if r.choices}
+    ranges = [Range.parse(text, base) for text in given.vary]
+    with_fields(base, fixed)
+    plan = {k: v for k, v in dataclasses.asdict(given).items() if k not in ("budget", "out")}
+    plan = json.loads(json.dumps({**plan, "base": fields_of(base)}))
+    plan_file = given.out / "sweep.json"
+    if plan_file.exists():
+        stored = json.loads(plan_file.read_text())
+        odd = sorted(k for k in {*plan, *stored} if plan.get(k) != stored.get(k))
+        if odd:
+            raise UserError(f"{given.out} holds another sweep ({', '.join(odd)} differ); choose another --out.")
+    else:
+        write_json(plan_file, plan)
+    bench = Bench(given, base, console)
+    try:
+        METHODS[given.method](bench, ranges, fixed)
+        console.print("search complete", markup=False)
+    except BudgetSpent:
+        console.print(f"budget of {given.budget:g} minutes spent; raise --budget to go on", markup=False)
+    report(bench, console)
+    return 0
+
+
+def report(bench: Bench, console: Console) -> None:
+    table = Table("mean loss", "seeds", "steps", "tokens", "clock s", "fields", box=None)
+    ranked = sorted(grouped(bench.rows), key=lambda g: g[0])
+    for loss, rows in ranked[:15]:
+        first = rows[0]
+        seconds = statistics.mean(r.get("train_time", math.nan) for r in rows)
+        table.add_row(
+            f"{loss:.4f}",
+            str(len(rows)),
+            str(first["steps"]),
+            f"{first.get('tokens', 0):,}",
+            f"{seconds:.1f}",
+            show(first["fields"]),
+        )
+    console.print(table)
+    console.print("effort so far, all sweeps beside this one:", markup=False)
+    for name, (trials, minutes) in effort(bench.given.out.parent).items():
+        console.print(f"  {name}: {trials} trials, {minutes:.1f} minutes", markup=False)
+
+
+def grouped(rows: list[dict[str, Any]]) -> Iterator[tuple[float, list[dict[str, Any]]]]:
+    """(mean loss, rows) of each candidate at each number of steps."""
+    same: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["kind"] == "trial":
+            same.setdefault(json.dumps([sorted(row["fields"].items()), row["steps"]]), []).append(row)
+    for members in same.values():
+        yield statistics.mean(r["loss"] for r in members), members
+
+
+def effort(folder: Path) -> dict[str, tuple[int, float]]:
+    """Trials and minutes spent on each recipe, over the sweeps in a folder: what 'equal effort' is measured by."""
+    spent: dict[str, tuple[int, float]] = {}
+    for plan in sorted(folder.glob("*/sweep.json")):
+        stored = json.loads(plan.read_text())
+        rows_file = plan.with_name("rows.jsonl")
+        rows = [json.loads(line) for line in rows_file.read_text().splitlines()] if rows_file.exists() else []
+        name = f"{stored['recipe']} on {stored['track']}"
+        trials, minutes = spent.get(name, (0, 0.0))
+        spent[name] = (
+            trials + sum(r["kind"] == "trial" for r in rows),
+            minutes + sum(r["minutes"] for r in rows),
+        )
+    return spent

@@ -1,0 +1,20 @@
+"""Recipes: how a track is run. One file per step of the lineage; `get_recipe(name, track)` is the way in."""
+
+from collections.abc import Callable
+
+from speedrun.errors import UserError, nearest
+from speedrun.recipes import adamw, gpt2
+from speedrun.train.config import Recipe
+
+LINEAGE: dict[str, dict[str, Callable[[], Recipe]]] = {"gpt2": gpt2.SIZES, "adamw": adamw.SIZES}
+DEFAULT = "adamw"
+
+
+def get_recipe(name: str, track: str) -> Recipe:
+    """The recipe at the size of a track."""
+    if name not in LINEAGE:
+        raise UserError(f"Unknown recipe {name!r}.{nearest(name, LINEAGE)}")
+    sizes = LINEAGE[name]
+    if track not in sizes:
+        raise UserError(f"Recipe {name!r} has no size for track {track!r}; it has {', '.join(sizes)}.")
+    return sizes[track]()

@@ -1,0 +1,109 @@
+"""Tracks: what must be reached, on which tokens.
+
+`pocket` is the embedded default; `short` and `medium` are the two tracks of the NanoGPT speedrun on FineWeb. A folder
+made by `speedrun data encode` becomes a track of one's own.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from speedrun.data import pocket
+from speedrun.data.shards import TokenFile, TokenFolder, list_shards, open_shard
+from speedrun.errors import UserError, nearest
+from speedrun.files import home
+
+POCKET_TARGET = 4.39
+
+RULES = (
+    "The token streams stay as they are; batch size, row length and attention structure are free.",
+    "The mean validation loss of several runs is at or below the target, one-sided t-test p < 0.01.",
+    "Faster than the previous record on the same machine.",
+)
+POCKET_RULES = (
+    *RULES,
+    "Whatever is derived from the token streams is computed inside the clock.",
+    "Recipe constants encode no corpus statistics.",
+    "Validation is forward only.",
+    "Nothing recompiles after the warm-up.",
+)
+SHORT_RULES = (*RULES, "No extra compiler flags.")
+
+
+@dataclass(frozen=True)
+class Track:
+    name: str
+    about: str
+    target: float | None
+    """Validation loss to reach, in nats per token; None: nothing is claimed."""
+    locate: Callable[[], TokenFolder]
+    """Finds the prepared tokens, or raises a UserError that says how to get them."""
+    val_tokens: int | None = None
+    """Validation covers the first so many predicted tokens of the split; None: all of them."""
+    files: dict[str, str] = field(default_factory=dict)
+    """sha256 of each token file that is part of the track's definition."""
+    rules: tuple[str, ...] = RULES
+
+
+def fineweb() -> TokenFolder:
+    """FineWeb tokens as the community shares them, found under the speedrun home."""
+    folder = home() / "fineweb10B"
+    missing = [s for s in ("train", "val") if not folder.is_dir() or not list_shards(folder, s)]
+    if missing:
+        raise UserError(
+            f"There are no FineWeb {' and no '.join(missing)} shards in {folder}; put fineweb_train_*.bin and "
+            "fineweb_val_*.bin there, or set SPEEDRUN_HOME to where you keep them."
+        )
+    files = {p.name: TokenFile(len(open_shard(p)), "") for s in ("train", "val") for p in list_shards(folder, s)}
+    return TokenFolder(folder, "gpt2", 50257, 50256, files, "")
+
+
+TRACKS = {
+    t.name: t
+    for t in (
+        Track(
+            name="pocket",
+            about="18 MB of public-domain books, 4096-entry BPE; minutes on two CPU cores",
+            target=POCKET_TARGET,
+            locate=pocket.load,
+            files=pocket.POCKET_FILES,
+            rules=POCKET_RULES,
+        ),
+        Track(
+            name="short",
+            about="FineWeb, GPT-2 tokens, the NanoGPT speedrun's first track",
+            target=3.28,
+            locate=fineweb,
+            val_tokens=10_485_760,
+            rules=SHORT_RULES,
+        ),
+        Track(
+            name="medium",
+            about="FineWeb, GPT-2 tokens, the NanoGPT speedrun's second track",
+            target=2.92,
+            locate=fineweb,
+            val_tokens=10_485_760,
+        ),
+    )
+}
+
+
+def get_track(name: str) -> Track:
+    if name not in TRACKS:
+        raise UserError(f"Unknown track {name!r}.{nearest(name, TRACKS)}")
+    return TRACKS[name]
+
+
+def own_track(folder: Path, target: float | None) -> Track:
+    """A track made of one's own token folder."""
+    if target is not None and not target > 0:
+        raise UserError(f"The target {target} is not a loss that can be reached; it must be above 0.")
+    tokens = TokenFolder.read(folder)
+    return Track(
+        name="own",
+        about=f"your tokens in {folder}",
+        target=target,
+        locate=lambda: TokenFolder.read(folder),
+        files={name: file.sha256 for name, file in tokens.files.items()},
+        rules=(),
+    )

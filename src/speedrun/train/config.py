@@ -1,0 +1,141 @@
+"""A recipe: everything that decides how a model is trained, and nothing else.
+
+The components own their configs; this joins them. Recipes live in `speedrun.recipes`; a run stores the resolved recipe
+in `run.json`, from which `recipe_from_dict` rebuilds it.
+"""
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import textwrap
+import typing
+from dataclasses import dataclass, field
+from typing import Any
+
+from speedrun.data.loader import LoaderConfig
+from speedrun.errors import UserError, nearest
+from speedrun.model.gpt import GPTConfig
+from speedrun.optim.adamw import AdamWConfig
+from speedrun.train.schedule import ScheduleConfig
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    every: int = 200
+    """Steps between validations; the last step is always validated."""
+    rows: int = 32
+    """Rows per validation batch. Does not change the loss, only speed and memory."""
+    length: int = 128
+    """Tokens per validation row: how much context the model gets."""
+
+    def __post_init__(self) -> None:
+        for name in ("every", "rows", "length"):
+            if getattr(self, name) < 1:
+                raise UserError(f"validation.{name} is {getattr(self, name)}; it must be at least 1.")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    name: str
+    """Name in the lineage."""
+    track: str
+    """Track whose size this is."""
+    about: str
+    """One sentence: what it is and where it comes from."""
+    model: GPTConfig = field(default_factory=GPTConfig)
+    """The network."""
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
+    """How tokens become rows."""
+    optim: AdamWConfig = field(default_factory=AdamWConfig)
+    """The optimizer."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """Steps, batch and learning rate over time."""
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    """When and how the validation loss is measured."""
+
+    @property
+    def context(self) -> int:
+        return max(self.schedule.length, self.validation.length)
+
+
+def to_dict(recipe: Recipe) -> dict[str, Any]:
+    return dataclasses.asdict(recipe)
+
+
+def fields_of(config: Any, prefix: str = "") -> dict[str, Any]:
+    """{'model.layers': 3, ...}: every leaf of a nested dataclass under its dotted name."""
+    leaves: dict[str, Any] = {}
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if dataclasses.is_dataclass(value):
+            leaves |= fields_of(value, f"{prefix}{f.name}.")
+        else:
+            leaves[prefix + f.name] = value
+    return leaves
+
+
+def meanings(kind: type, prefix: str = "") -> dict[str, str]:
+    """{'model.layers': 'Transformer blocks.', ...}: the string below each field of a config class, from its source."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    hints = typing.get_type_hints(kind)
+    found: dict[str, str] = {}
+    for field_, text in itertools.pairwise(body.body):
+        if isinstance(field_, ast.AnnAssign) and isinstance(field_.target, ast.Name) and isinstance(text, ast.Expr):
+            name = field_.target.id
+            if dataclasses.is_dataclass(hints[name]):
+                found |= meanings(typing.cast(type, hints[name]), f"{prefix}{name}.")
+            elif isinstance(text.value, ast.Constant):
+                found[prefix + name] = str(text.value.value)
+    return found
+
+
+def with_fields(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
+    """The recipe with dotted fields replaced; the new values are checked as at construction."""
+    known = fields_of(recipe)
+    tree: dict[str, dict[str, Any]] = {}
+    top: dict[str, Any] = {}
+    for name, value in changes.items():
+        if name not in known:
+            raise UserError(f"Recipe {recipe.name!r} has no field {name!r}.{nearest(name, known)}")
+        section, _, leaf = name.rpartition(".")
+        (tree.setdefault(section, {}) if section else top)[leaf] = value
+    try:
+        for section, values in tree.items():
+            top[section] = dataclasses.replace(getattr(recipe, section), **values)
+        return dataclasses.replace(recipe, **top)
+    except ValueError as e:
+        raise UserError(str(e)) from e
+
+
+def recipe_from_dict(stored: dict[str, Any]) -> Recipe:
+    """Rebuild a recipe from run.json, strictly: a missing or unknown field means another version wrote it."""
+
+    def build(kind: type, values: Any, where: str) -> Any:
+        if not isinstance(values, dict):
+            raise UserError(f"The stored recipe is damaged: {where or 'it'} is not an object.")
+        hints = typing.get_type_hints(kind)
+        names = {f.name for f in dataclasses.fields(kind)}
+        odd = sorted(names.symmetric_difference(values))
+        if odd:
+            raise UserError(
+                f"The stored recipe does not fit this version of speedrun: field {where}{odd[0]} "
+                f"{'is missing' if odd[0] in names else 'is unknown'}. Use the version in the run's source/ folder."
+            )
+        parts = {
+            n: build(hints[n], values[n], f"{where}{n}.") if dataclasses.is_dataclass(hints[n]) else values[n]
+            for n in names
+        }
+        try:
+            return kind(**parts)
+        except (TypeError, ValueError) as e:
+            raise UserError(f"The stored recipe is damaged: {e}") from e
+
+    return build(Recipe, stored, "")
+
+
+def differences(a: Recipe, b: Recipe) -> list[str]:
+    """'optim.lr: 0.003 -> 0.002', one per field that differs."""
+    left, right = fields_of(a), fields_of(b)
+    return [f"{k}: {left[k]} -> {right[k]}" for k in left if left[k] != right[k]]

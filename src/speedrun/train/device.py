@@ -1,0 +1,136 @@
+"""Which device, which arithmetic, how many threads, compiled or not: chosen here, each with its reason.
+
+`choose()` decides once; `speedrun doctor` prints the same decisions.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from speedrun.errors import UserError
+
+
+@dataclass(frozen=True)
+class Machine:
+    device: torch.device
+    device_reason: str
+    dtype: torch.dtype
+    dtype_reason: str
+    threads: int
+    threads_reason: str
+
+    @contextlib.contextmanager
+    def arithmetic(self) -> Iterator[None]:
+        """Inside, matmuls run in the chosen dtype; weights stay float32."""
+        if self.dtype == torch.float32:
+            yield
+        else:
+            with torch.autocast(self.device.type, self.dtype):
+                yield
+
+    def lines(self) -> list[str]:
+        return [
+            f"device: {self.device} ({self.device_reason})",
+            f"arithmetic: {str(self.dtype).removeprefix('torch.')} ({self.dtype_reason})",
+            f"threads: {self.threads} ({self.threads_reason})",
+        ]
+
+
+def cpu_flags() -> set[str]:
+    """Instruction-set flags as Linux reports them; empty where it cannot be known."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return set()
+    for line in text.splitlines():
+        if line.startswith(("flags", "Features")):
+            return set(line.partition(":")[2].split())
+    return set()
+
+
+def usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def choose(device: str = "auto", dtype: str = "auto", threads: int | None = None) -> Machine:
+    """Decide where and how to compute, and set torch's thread count. Values other than 'auto' are obeyed or refused."""
+    chosen, why = _choose_device(device)
+    arithmetic, why_dtype = _choose_dtype(chosen, dtype)
+    if threads is not None and threads < 1:
+        raise UserError(f"threads is {threads}; it must be at least 1.")
+    cores = usable_cores()
+    why_threads = "as asked" if threads else f"{cores} usable cores"
+    threads = threads or cores
+    torch.set_num_threads(threads)
+    return Machine(chosen, why, arithmetic, why_dtype, threads, why_threads)
+
+
+def _choose_device(asked: str) -> tuple[torch.device, str]:
+    if asked == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), torch.cuda.get_device_name()
+        if torch.backends.mps.is_available():
+            return torch.device("mps"), "Apple GPU found"
+        return torch.device("cpu"), "no CUDA or Apple GPU found"
+    kind = asked.partition(":")[0]
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if kind not in available:
+        raise UserError(f"Unknown device {asked!r}; choose auto, cpu, cuda or mps.")
+    if not available[kind]:
+        raise UserError(
+            f"Device {asked!r} was asked for, but torch {torch.__version__} sees none here; try --device cpu."
+        )
+    return torch.device(asked), "as asked"
+
+
+def _choose_dtype(device: torch.device, asked: str) -> tuple[torch.dtype, str]:
+    if asked not in ("auto", "float32", "bfloat16"):
+        raise UserError(f"Unknown dtype {asked!r}; choose auto, float32 or bfloat16.")
+    if asked != "auto":
+        return getattr(torch, asked), "as asked"
+    if device.type == "cuda":
+        if torch.cuda.get_device_capability(device) >= (8, 0):
+            return torch.bfloat16, "this GPU has bf16 tensor cores"
+        return torch.float32, "this GPU has no bf16 tensor cores"
+    if device.type == "mps":
+        return torch.float32, "the safe choice on an Apple GPU"
+    if cpu_flags() & {"amx_bf16", "avx512_bf16"}:
+        return torch.bfloat16, "this CPU has bf16 units"
+    return torch.float32, "this CPU has no bf16 units, so bf16 would be slower"
+
+
+def compiler_problem() -> str | None:
+    """Why torch.compile cannot work here, or None. On a CPU inductor needs a C++ compiler."""
+    if torch.cuda.is_available():
+        return None
+    try:
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        get_cpp_compiler()
+    except (ImportError, RuntimeError) as e:
+        return f"no working C++ compiler ({type(e).__name__})"
+    return None
+
+
+Loss = Callable[..., torch.Tensor]
+
+
+def compiled(model: nn.Module, wanted: bool, device: torch.device) -> tuple[Loss, str | None]:
+    """(callable, None) when compiled, (the model itself, reason) when not."""
+    if not wanted:
+        return model, "turned off"
+    if device.type == "mps":
+        return model, "torch.compile is not reliable on Apple GPUs"
+    problem = compiler_problem()
+    if problem:
+        return model, problem
+    call: Any = torch.compile(model, dynamic=False, fullgraph=True)
+    return call, None

@@ -1,0 +1,410 @@
+"""The training loop.
+
+It obeys the schedule's `Stage`, keeps the clock, and writes the run folder. It knows nothing of particular techniques.
+
+Order of things, for step s: batch -> forward and backward over micro-batches -> refuse a loss that is not finite ->
+optimizer -> log -> validate if it is time (the clock stands still) -> checkpoint "s + 1 steps done" if it is time.
+A checkpoint is thus the state between two steps, and a resumed run goes on exactly there.
+"""
+
+import contextlib
+import copy
+import math
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from speedrun.data.loader import Batch, Loader, Prefetcher, validation_batches
+from speedrun.data.shards import TokenFolder
+from speedrun.errors import UserError
+from speedrun.model.gpt import GPT
+from speedrun.optim.adamw import build_adamw
+from speedrun.train import checkpoint, telemetry
+from speedrun.train.clock import Clock, synchronize
+from speedrun.train.config import Recipe
+from speedrun.train.device import Machine, compiled
+from speedrun.train.progress import Report
+from speedrun.train.runlog import RunFolder, train_line, val_line
+from speedrun.train.schedule import Stage
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a run is executed. None of this is part of the recipe."""
+
+    seed: int = 0
+    """Draws the initial weights and the order of documents."""
+    compile: bool = True
+    """Use torch.compile when it works here."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints; 0 writes only the final one."""
+    keep: int = 2
+    """How many checkpoints stay on disk."""
+    final_checkpoint: bool = True
+    """Write the trained model at the end, outside the clock."""
+    micro_rows: int | None = None
+    """Rows per forward pass; None takes the whole batch at once. Halved by itself when memory runs out."""
+    val_tokens: int | None = None
+    """Validate on the first so many tokens of the split; None takes all of it."""
+    splits: tuple[str, ...] = ("val",)
+    """Splits measured at the end; the first one is the validation split of the whole run."""
+
+
+class NonFiniteLoss(Exception):
+    """The loss became NaN or infinite; the weights are those before the step."""
+
+
+class Interrupted(Exception):
+    """Ctrl-C or a polite kill: the run was saved."""
+
+
+def share(rows: int, parts: int) -> list[slice]:
+    """Whole rows dealt to `parts`, the first ones getting one more where it does not divide (8 to 3: 3, 3, 2)."""
+    base, extra = divmod(rows, parts)
+    edges = [i * base + min(i, extra) for i in range(parts + 1)]
+    return [slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+
+
+def document_numbers(batch: Batch) -> Tensor | None:
+    """(R, T) number of the document each position belongs to, or None for rows without boundaries."""
+    if batch.starts is None:
+        return None
+    numbers = torch.zeros(batch.inputs.shape, dtype=torch.long)
+    for row, starts in enumerate(batch.starts):
+        numbers[row, torch.from_numpy(starts[1:])] = 1
+    return numbers.cumsum(1)
+
+
+class Trainer:
+    """One run: model, optimizer, data and clock, from step 0 or from a checkpoint to the last step."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        tokens: TokenFolder,
+        machine: Machine,
+        options: Options,
+        folder: RunFolder,
+        report: Report,
+    ) -> None:
+        if tokens.vocab_size > recipe.model.vocab:
+            raise UserError(
+                f"The data has {tokens.vocab_size} different tokens, the model only {recipe.model.vocab}; "
+                f"pass --model.vocab {tokens.vocab_size}."
+            )
+        self.recipe, self.tokens, self.machine, self.options = recipe, tokens, machine, options
+        self.folder, self.report = folder, report
+        self.device = machine.device
+        self.steps = recipe.schedule.steps
+        torch.manual_seed(options.seed)
+        self.model = GPT(recipe.model, recipe.context).to(self.device)
+        self.optimizer = build_adamw(self.model.named_parameters(), recipe.optim)
+        self.names: dict[nn.Parameter, str] = {p: n for n, p in self.model.named_parameters()}
+        self.loss_of, why_not = compiled(self.model, options.compile, self.device)
+        if why_not:
+            self.say(f"torch.compile is not used: {why_not}")
+        self.micro_rows = options.micro_rows
+        self.clock = Clock(self.device)
+        self.start = 0
+        self.loader_state: dict[str, Any] | None = None
+        self.resumed = False
+        self.stop_signal: int | None = None
+        self.tokens_seen = 0
+
+    def say(self, line: str) -> None:
+        self.folder.log(line)
+
+    # ---------------------------------------------------------------- one step
+
+    def set_learning_rate(self, stage: Stage) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * stage.lr
+
+    def gradients(self, batch: Batch) -> float:
+        """Accumulate the gradient of the batch's mean loss; returns that loss. Leaves no gradient on failure."""
+        rows = len(batch.inputs)
+        counted = int((batch.targets >= 0).sum())
+        while True:
+            size = min(self.micro_rows or rows, rows)
+            try:
+                total = torch.zeros((), device=self.device)
+                for part in share(rows, math.ceil(rows / size)):
+                    loss = self.micro_loss(batch.rows(part.start, part.stop)) / counted
+                    loss.backward()  # type: ignore[no-untyped-call]
+                    total += loss.detach()
+                return total.item()
+            except (torch.OutOfMemoryError, MemoryError, RuntimeError) as e:
+                if not out_of_memory(e):
+                    raise
+                self.optimizer.zero_grad(set_to_none=True)
+                if size == 1:
+                    raise UserError(
+                        f"Out of memory with a single row of {batch.inputs.shape[1]} tokens; "
+                        "choose a smaller model, shorter rows or another device."
+                    ) from e
+            # Outside the handler: the failed graph is freed before the next attempt.
+            self.micro_rows = size // 2
+            self.release_memory()
+            self.say(f"out of memory: going on with micro-batches of {self.micro_rows} rows (same result, more passes)")
+            torch.compiler.set_stance("default")
+
+    def micro_loss(self, batch: Batch) -> Tensor:
+        documents = document_numbers(batch)
+        with self.machine.arithmetic():
+            return self.loss_of(
+                batch.inputs.to(self.device),
+                batch.targets.to(self.device),
+                None if documents is None else documents.to(self.device),
+            )
+
+    def release_memory(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        elif self.device.type == "mps":
+            torch.mps.empty_cache()
+
+    def step(self, stage: Stage, batch: Batch) -> float:
+        loss = self.gradients(batch)
+        if not math.isfinite(loss):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise NonFiniteLoss(f"the loss of step {stage.step} is {loss}")
+        if self.recipe.optim.clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.optim.clip, foreach=True)
+        self.set_learning_rate(stage)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    # ---------------------------------------------------------------- validation
+
+    def validation_batches(self, split: str) -> Iterator[Batch]:
+        v = self.recipe.validation
+        return validation_batches(
+            self.tokens.shards(split),
+            rows=v.rows,
+            length=v.length,
+            bos=self.tokens.bos,
+            vocab_size=self.tokens.vocab_size,
+            packing=self.recipe.loader.packing,
+            max_document=self.recipe.loader.max_document,
+            tokens=self.options.val_tokens,
+        )
+
+    @torch.no_grad()
+    def validate(self, split: str) -> float:
+        """Mean loss over the split's tokens, from float32 logits. Forward only."""
+        total, count = 0.0, 0
+        for batch in self.validation_batches(split):
+            total += float(self.micro_loss(batch).double())
+            count += int((batch.targets >= 0).sum())
+        return total / count
+
+    # ---------------------------------------------------------------- warm-up
+
+    def warm_up(self) -> None:
+        """Visit every shape the run will see, so that compiling is outside the clock, and leave no trace.
+
+        Tokens are made up, from a generator of its own. Weights, optimizer and random state come out as they went in.
+        """
+        weights = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        before = copy.deepcopy(self.optimizer.state_dict())
+        random = checkpoint.rng_state()
+        generator = torch.Generator().manual_seed(0)
+        vocab, packed = self.tokens.vocab_size, self.recipe.loader.packing == "documents"
+
+        def made_up(rows: int, length: int) -> Batch:
+            ids = torch.randint(vocab, (rows, length), generator=generator)
+            starts = tuple(torch.tensor([0, length // 2]).numpy() for _ in range(rows)) if packed else None
+            return Batch(ids, ids.clone(), starts, {})
+
+        def visit() -> None:
+            for rows, length in self.recipe.schedule.shapes():
+                for s in range(2):
+                    self.step(Stage(s, 1e-3, rows, length), made_up(rows, length))
+            v = self.recipe.validation
+            with torch.no_grad():
+                self.micro_loss(made_up(v.rows, v.length)).item()
+
+        try:
+            visit()
+        except (UserError, NonFiniteLoss):
+            raise
+        except Exception as e:
+            if self.loss_of is self.model:
+                raise
+            self.say(f"torch.compile failed here ({type(e).__name__}); going on without it, about 1.2x slower")
+            self.loss_of = self.model
+            visit()
+        with torch.no_grad():
+            for name, p in self.model.named_parameters():
+                p.copy_(weights[name])
+                p.grad = None
+        self.optimizer.state.clear()
+        self.optimizer.load_state_dict(before)
+        checkpoint.set_rng_state(random)
+        synchronize(self.device)
+        if self.loss_of is not self.model:
+            torch.compiler.set_stance("fail_on_recompile")
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def save(self, done: int) -> None:
+        tensors, optimizer = checkpoint.flatten_optimizer(self.optimizer, self.names)
+        tensors |= {f"model.{name}": p.detach() for name, p in self.model.named_parameters()}
+        state = {
+            "optimizer": optimizer,
+            "loader": self.loader_state,
+            "clock": self.clock.seconds,
+            "tokens": self.tokens_seen,
+            "micro_rows": self.micro_rows,
+            "seed": self.options.seed,
+            "threads": self.machine.threads,
+        }
+        checkpoint.save(self.folder.checkpoints, done, tensors, state, keep=self.options.keep, notice=self.say)
+
+    def restore(self, saved: checkpoint.Checkpoint) -> None:
+        with torch.no_grad():
+            for name, p in self.model.named_parameters():
+                stored = saved.tensors.get(f"model.{name}")
+                if stored is None or stored.shape != p.shape:
+                    raise UserError(f"{saved.path} does not fit this model: {name} is missing or of another shape.")
+                p.copy_(stored)  # into the existing storage, whose alignment the math library may depend on
+        checkpoint.restore_optimizer(self.optimizer, self.names, saved.tensors, saved.state["optimizer"])
+        self.start = saved.step
+        self.loader_state = saved.state["loader"]
+        self.clock = Clock(self.device, saved.state["clock"])
+        self.tokens_seen = saved.state["tokens"]
+        self.micro_rows = saved.state["micro_rows"]
+        self.resumed = True
+
+    # ---------------------------------------------------------------- the run
+
+    def batches(self) -> Prefetcher:
+        loader = Loader(
+            self.tokens.shards("train"),
+            self.recipe.loader,
+            bos=self.tokens.bos,
+            vocab_size=self.tokens.vocab_size,
+            seed=self.options.seed,
+            notice=self.say,
+        )
+        if self.loader_state is not None:
+            loader.load_state_dict(self.loader_state)
+        stages = (self.recipe.schedule.at(s) for s in range(self.start, self.steps))
+        return Prefetcher(loader, ((s.rows, s.length) for s in stages))
+
+    def run(self, saved: checkpoint.Checkpoint | None = None) -> dict[str, Any]:
+        """Train to the last step; the returned result is also result.json."""
+        for line in self.machine.lines():
+            self.say(line)
+        self.say(
+            "warming up (not timed): compiling and visiting every shape" + ("" if saved is None else ", then resuming")
+        )
+        self.warm_up()
+        if saved is not None:
+            self.restore(saved)
+            self.say(f"resumed at step {self.start} from {saved.path.name}; a resumed run is not timed")
+        losses: dict[str, float] = {}
+        status, reason = "ok", None
+        try:
+            with self.signals(), contextlib.closing(self.batches()) as batches:
+                losses = self.loop(batches)
+        except NonFiniteLoss as e:
+            status, reason = "failed", str(e)
+        except Interrupted:
+            status, reason = "interrupted", f"signal {self.stop_signal}"
+        finally:
+            torch.compiler.set_stance("default")
+            self.clock.halt()
+        if status == "ok" and not math.isfinite(losses[self.options.splits[0]]):
+            status, reason = "failed", "the final validation loss is not finite"
+        if status == "ok" and self.options.final_checkpoint:
+            self.save(self.steps)
+        result = {
+            "status": status,
+            "reason": reason,
+            "val_loss": losses.get(self.options.splits[0]),
+            "losses": losses,
+            "steps": self.steps,
+            "train_time": self.clock.seconds,
+            "tokens": self.tokens_seen,
+            "tokens_per_second": self.tokens_seen / self.clock.seconds if self.clock.seconds else 0.0,
+            "resumed": self.resumed,
+            "timed": status == "ok" and not self.resumed,
+            "peak_memory": telemetry.peak_memory_mib(self.device),
+        }
+        self.folder.finish(result)
+        return result
+
+    def loop(self, batches: Prefetcher) -> dict[str, float]:
+        losses: dict[str, float] = {}
+        self.clock.start()
+        if self.start == 0:
+            losses = self.validation(0)
+        for s in range(self.start, self.steps):
+            stage = self.recipe.schedule.at(s)
+            batch = batches.next()
+            loss = self.step(stage, batch)
+            self.loader_state = batch.state
+            self.tokens_seen += stage.tokens
+            self.log_step(stage, loss)
+            done = s + 1
+            if done == self.steps or done % self.recipe.validation.every == 0:
+                losses = self.validation(done)
+            every = self.options.checkpoint_every
+            if done < self.steps and (self.stop_signal is not None or (every and done % every == 0)):
+                self.save(done)
+                if self.stop_signal is not None:
+                    raise Interrupted
+        self.clock.stop()
+        return losses
+
+    def log_step(self, stage: Stage, loss: float) -> None:
+        done, seconds = stage.step + 1, self.clock.seconds
+        self.folder.metric({"kind": "train", "step": stage.step, "loss": loss, "lr": stage.lr, "time": seconds})
+        self.folder.log(train_line(done, self.steps, loss, 1000 * seconds), show=False)
+        self.report.step(done, loss, seconds / done, self.tokens_seen / seconds)
+
+    def validation(self, done: int) -> dict[str, float]:
+        """Measure and log, while the clock stands still."""
+        self.clock.stop()
+        splits = self.options.splits if done == self.steps else self.options.splits[:1]
+        losses = {split: self.validate(split) for split in splits}
+        loss, seconds, snapshot = losses[splits[0]], self.clock.seconds, telemetry.snapshot()
+        self.folder.metric({"kind": "telemetry", "step": max(0, done - 1), **snapshot})
+        self.folder.metric({"kind": "val", "step": done, "loss": loss, "losses": losses, "time": seconds})
+        self.folder.log(val_line(done, self.steps, loss, 1000 * seconds))
+        self.folder.log(telemetry.summary(snapshot), show=False)
+        self.clock.start()
+        return losses
+
+    @contextlib.contextmanager
+    def signals(self) -> Iterator[None]:
+        """The first Ctrl-C or SIGTERM ends the run after the current step, saved; the second one ends it at once."""
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            if self.stop_signal is not None:
+                raise KeyboardInterrupt
+            self.stop_signal = number
+            self.report.line("stopping after this step; once more to stop at once")
+
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        old: dict[int, Any] = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """CUDA raises its own class, the CPU allocator a RuntimeError with this text."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "not enough memory" in str(error)

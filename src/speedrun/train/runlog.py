@@ -1,0 +1,425 @@
+"""The run folder: what a run was, what it measured, and how it ended.
+
+`run.json` says what ran (recipe, seed, track, environment, commit, interruptions), `metrics.jsonl` has one
+line per measurement, `log.txt` the lines a person greps, `source/` the package itself, `result.json` the end.
+A verdict is computed from these files alone, so numbers keep every digit and a run that failed says so.
+
+Steps: a `train` line carries the index of the step just done (from 0), and so do `telemetry` and `event`
+lines; a `val` line carries the number of steps done. A checkpoint of step k has done steps 0 .. k-1, so
+`cut_back(k)` keeps `val` lines up to k and all others below k. Validate before the checkpoint of the same
+step, then a resume has nothing to repeat.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from speedrun.errors import UserError
+from speedrun.files import explained, new_folder, write_atomic, write_json
+
+RUN = "run.json"
+METRICS = "metrics.jsonl"
+LOG = "log.txt"
+RESULT = "result.json"
+SOURCE = "source"
+
+KINDS = ("train", "val", "telemetry", "event")
+STATUSES = ("ok", "failed", "interrupted")
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+class RunFolder:
+    """One run's folder, open for appending. Only one process writes it: rank 0."""
+
+    def __init__(self, path: Path, description: dict[str, Any], console: Callable[[str], None]) -> None:
+        self.path = path
+        self.description = description
+        self.checkpoints = path / "checkpoints"
+        self._console = console
+        self._metrics = _Appender(path / METRICS, drop_torn=True)
+        self._log = _Appender(path / LOG, drop_torn=False)
+
+    @classmethod
+    def create(cls, path: Path, description: Mapping[str, Any], console: Callable[[str], None] = print) -> "RunFolder":
+        """A new run folder. `description` has what only the caller knows: recipe, seed, track and its hashes.
+
+        The rest of run.json is added here; what `description` itself says wins.
+        """
+        with explained(path):
+            if path.is_dir() and any(path.iterdir()):
+                raise UserError(f"{path} already holds files. Choose another folder, or resume the run in it.")
+        found = {
+            "started": _now(),
+            "command": list(sys.argv),
+            "git": describe_git(),
+            "devices": describe_devices(),
+            "environment": describe_environment(),
+            "interruptions": [],
+        }
+        run: dict[str, Any] = plain({**description, **{k: v for k, v in found.items() if k not in description}})
+        with explained(path):
+            if path.is_dir():
+                # Filled in place, not replaced: it may be a mount point or somebody's working directory.
+                try:
+                    _fill(path, run)
+                except BaseException:
+                    shutil.rmtree(path / SOURCE, ignore_errors=True)
+                    raise
+            else:
+                with new_folder(path) as temporary:
+                    _fill(temporary, run)
+        return cls(path, run, console)
+
+    @classmethod
+    def open(cls, path: Path, console: Callable[[str], None] = print) -> "RunFolder":
+        """The folder of a run that is to go on."""
+        return cls(path, read_run(path), console)
+
+    def metric(self, values: Mapping[str, Any]) -> None:
+        """Append one line to metrics.jsonl. It needs a `step` and a `kind`."""
+        if values.get("kind") not in KINDS:
+            raise ValueError(f"a metric has the kind {values.get('kind')!r}, not one of {KINDS}")
+        if type(values.get("step")) is not int:
+            raise ValueError(f"a metric has the step {values.get('step')!r}, not an integer")
+        self._metrics.append(json.dumps(plain(values), allow_nan=False))
+
+    def log(self, line: str, *, show: bool = True) -> None:
+        """Append to log.txt and show it."""
+        self._log.append(line)
+        if show:
+            self._console(line)
+
+    def cut_back(self, step: int, note: str) -> None:
+        """Forget what was measured beyond the checkpoint of `step`, and note the interruption.
+
+        Step 0 means starting over, with the validation before the first step, so nothing is kept then.
+        A result written by the interrupted attempt moves into run.json: the run has not ended after all.
+        """
+        self.close()
+        metrics = self.path / METRICS
+        kept, total = [], 0
+        for line, values in _metric_lines(metrics):
+            total += 1
+            if values["step"] < step or (values["kind"] == "val" and values["step"] == step > 0):
+                kept.append(line)
+        interruption: dict[str, Any] = {
+            "time": _now(),
+            "resumed_from": step,
+            "note": note,
+            "dropped_lines": total - len(kept),
+        }
+        result = self.path / RESULT
+        if result.exists():
+            interruption["result"] = _read_object(result)
+        # Noted first: killed in between, the next resume finds the lines still there and cuts again.
+        self.description["interruptions"].append(interruption)
+        write_json(self.path / RUN, self.description)
+        write_atomic(metrics, b"".join(kept))
+        with explained(result):
+            result.unlink(missing_ok=True)
+        self.log(f"--- resumed from step {step} at {interruption['time']}: {note} ---")
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Write result.json: how the run ended, `status` first. A run that went NaN ends too, as failed."""
+        if result.get("status") not in STATUSES:
+            raise ValueError(f"a result has the status {result.get('status')!r}, not one of {STATUSES}")
+        self.close()
+        write_json(self.path / RESULT, plain({"finished": _now(), **result}))
+
+    def close(self) -> None:
+        """Make the lines durable. A later `metric` or `log` opens the files again."""
+        self._metrics.close()
+        self._log.close()
+
+
+class _Appender:
+    """A text file that grows by whole lines: each is with the system when `append` returns, or not there."""
+
+    def __init__(self, path: Path, *, drop_torn: bool) -> None:
+        self._path = path
+        self._drop_torn = drop_torn
+        self._fd: int | None = None
+
+    def append(self, line: str) -> None:
+        with explained(self._path):
+            if self._fd is None:
+                self._fd = self._open()
+            start = os.fstat(self._fd).st_size
+            rest = memoryview((line + "\n").encode(errors="backslashreplace"))
+            try:
+                while rest:
+                    rest = rest[os.write(self._fd, rest) :]
+            except OSError:
+                os.ftruncate(self._fd, start)  # half a line would spoil the next one
+                raise
+
+    def _open(self) -> int:
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            torn = _after_last_newline(self._path)
+            if torn and self._drop_torn:
+                os.ftruncate(fd, os.fstat(fd).st_size - torn)
+            elif torn:
+                os.write(fd, b"\n")
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def close(self) -> None:
+        if self._fd is None:
+            return
+        fd, self._fd = self._fd, None
+        try:
+            with explained(self._path):
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _after_last_newline(path: Path) -> int:
+    """How many bytes a killed process left after the last whole line."""
+    size = path.stat().st_size
+    tail = b""
+    with open(path, "rb") as f:
+        while b"\n" not in tail and len(tail) < size:
+            f.seek(max(0, size - 2 * len(tail) - 4096))
+            tail = f.read()
+    return len(tail) - (tail.rfind(b"\n") + 1)
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """run.json of the run folder `path`."""
+    if not path.is_dir():
+        raise UserError(f"There is no run folder {path}. Check the name, or start a new run.")
+    run = _read_object(path / RUN)
+    if not isinstance(run.get("interruptions"), list):
+        raise UserError(f"{path / RUN} is damaged: it has no list of interruptions. Restore it from a copy.")
+    return run
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """result.json of a run folder; a run that has not ended has none, which is an error here."""
+    if not (path / RESULT).exists():
+        raise UserError(f"{path} has no {RESULT}: the run has not ended.")
+    return _read_object(path / RESULT)
+
+
+def read_metrics(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """The lines of one kind (or all) of a run folder or a metrics.jsonl. A torn last line does not count."""
+    file = path / METRICS if path.is_dir() else path
+    if not path.exists():
+        raise UserError(f"There is no run folder {path}. Check the name.")
+    return [
+        {key: _number(value) for key, value in values.items()}
+        for _, values in _metric_lines(file)
+        if kind is None or values["kind"] == kind
+    ]
+
+
+def _metric_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Each whole line as it stands and as JSON."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return
+    except OSError as e:
+        raise UserError(f"{path} cannot be read: {e.strerror}. Check the file.") from e
+    whole, newline, _torn = content.rpartition(b"\n")
+    if not newline:
+        return
+    for n, line in enumerate(whole.split(b"\n"), start=1):
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError):
+            values = None
+        if not isinstance(values, dict) or type(values.get("step")) is not int or "kind" not in values:
+            raise UserError(f"Line {n} of {path} is damaged: {line[:60]!r}. Delete that line.")
+        yield line + b"\n", values
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError as e:
+        raise UserError(f"{path} is missing, so {path.parent} is no run folder. Start a new run.") from e
+    except OSError as e:
+        raise UserError(f"{path} cannot be read: {e.strerror}. Check the file.") from e
+    except (ValueError, RecursionError) as e:
+        raise UserError(f"{path} is damaged: it is not readable JSON. Restore it from a copy.") from e
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is damaged: it is no JSON object. Restore it from a copy.")
+    return value
+
+
+# --- JSON that any reader can read ----------------------------------------------------------------
+
+
+def plain(value: Any) -> Any:
+    """`value` as plain JSON, which has no nan and no inf: they become strings. Floats keep every digit."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(float(value))  # 'nan', 'inf' or '-inf'
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Path | torch.dtype | torch.device):
+        return str(value)
+    return value
+
+
+def _number(value: Any) -> Any:
+    return float(value) if value in ("nan", "inf", "-inf") else value
+
+
+# --- lines to grep --------------------------------------------------------------------------------
+
+
+def val_line(step: int, total: int, val_loss: float, train_time_ms: float) -> str:
+    """`step` is the number of steps done, here and in `train_line`."""
+    return f"step:{step}/{total} val_loss:{val_loss:.4f} {_times(step, train_time_ms)}"
+
+
+def train_line(step: int, total: int, train_loss: float, train_time_ms: float) -> str:
+    return f"step:{step}/{total} train_loss:{train_loss:.4f} {_times(step, train_time_ms)}"
+
+
+def _times(step: int, train_time_ms: float) -> str:
+    average = train_time_ms / step if step else math.nan
+    return f"train_time:{train_time_ms:.0f}ms step_avg:{average:.2f}ms"
+
+
+# --- what ran -------------------------------------------------------------------------------------
+
+_PACKAGES = (
+    "speedrun",
+    "torch",
+    "numpy",
+    "scipy",
+    "safetensors",
+    "tokenizers",
+    "tyro",
+    "rich",
+    "platformdirs",
+    "triton",
+    "kernels",
+    "tiktoken",
+    "huggingface-hub",
+)
+# What can change the arithmetic or the speed of a run, and nothing that could be a secret.
+_VARIABLES = re.compile(
+    r"(OMP|GOMP|KMP|MKL|OPENBLAS|VECLIB|BLIS|DNNL|ONEDNN|ATEN|AT|TORCH|TORCHINDUCTOR|PYTORCH|INDUCTOR|TRITON"
+    r"|CUDA|CUBLAS|CUDNN|NVIDIA|NCCL|GLOO|HIP|HSA|ROCR|SPEEDRUN)_\w+|LD_PRELOAD|MALLOC_\w+|PYTHONHASHSEED"
+    r"|RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|CXX|CC"
+)
+_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASS|CREDENTIAL|JWT", re.IGNORECASE)
+
+
+def describe_environment() -> dict[str, Any]:
+    """Python, platform, packages, torch's build, threads and the environment variables that matter."""
+    versions = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return {
+        "python": sys.version,
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "packages": versions,
+        "torch": {
+            "version": str(torch.__version__),
+            "git": torch.version.git_version,
+            "cuda": torch.version.cuda,
+            "hip": torch.version.hip,
+            "cudnn": torch.backends.cudnn.version() if torch.cuda.is_available() else None,
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+            "mkl": torch.backends.mkl.is_available(),
+            "mkldnn": torch.backends.mkldnn.is_available(),
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "build": torch.__config__.show(),
+        },
+        "threads": {"intra_op": torch.get_num_threads(), "inter_op": torch.get_num_interop_threads()},
+        "variables": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if _VARIABLES.fullmatch(name) and not _SECRET.search(name)
+        },
+    }
+
+
+def describe_devices() -> list[str]:
+    """The accelerators torch sees, or the CPU."""
+    if torch.cuda.is_available():
+        return [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available():
+        return ["mps"]
+    return ["cpu"]
+
+
+def describe_git() -> dict[str, Any] | None:
+    """The commit of the package's own checkout; None when it was installed without one."""
+    # An installed package may lie inside the checkout of something else: is it tracked there?
+    if _git("ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    commit, status = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
+    if commit is None or status is None:
+        return None
+    return {"commit": commit.strip(), "dirty": bool(status.strip())}
+
+
+def _git(*arguments: str) -> str | None:
+    # Without the variables that a hook sets, which would point git at another repository.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
+    environment["GIT_OPTIONAL_LOCKS"] = "0"
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(_PACKAGE), *arguments],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=20,
+            env=environment,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None  # no git here, or a checkout too slow to ask
+    return done.stdout if done.returncode == 0 else None
+
+
+def _fill(folder: Path, run: dict[str, Any]) -> None:
+    """The source, its hash, and run.json last: a folder with a run.json is complete."""
+    digest = hashlib.sha256()
+    for file in sorted(_PACKAGE.rglob("*.py")):
+        name = file.relative_to(_PACKAGE.parent)
+        target = folder / SOURCE / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, target)
+        digest.update(f"{name.as_posix()}\0".encode() + target.read_bytes())
+    run["source_sha256"] = digest.hexdigest()
+    write_json(folder / RUN, run)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
