@@ -1,6 +1,16 @@
 """Shared fixtures. Slow tests run only with `--slow`."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
+import torch
+
+from speedrun.data.shards import TokenFolder, write_shard
+from speedrun.data.tokenizer import Tokenizer
+from speedrun.files import write_atomic
+
+torch.set_num_threads(1)  # the suite runs in two workers on two cores
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -13,3 +23,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "slow" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="slow; run with --slow"))
+
+
+def make_token_folder(path: Path, *, train: int = 20_000, val: int = 1_000, seed: int = 0) -> TokenFolder:
+    """A token folder of learnable nonsense in the pocket vocabulary: each token mostly follows from the last."""
+    rng = np.random.default_rng(seed)
+    successor = np.random.default_rng(1).integers(1, 60, size=60)
+
+    def stream(count: int) -> np.ndarray:
+        tokens = np.zeros(count, dtype=np.int64)
+        surprise, fresh = rng.random(count) < 0.2, rng.integers(1, 60, size=count)
+        for i in range(1, count):
+            tokens[i] = fresh[i] if surprise[i] else successor[tokens[i - 1]]
+        tokens[:: 97] = 0
+        return tokens
+
+    path.mkdir(parents=True)
+    write_shard(path / "train_000000.bin", stream(train))
+    write_shard(path / "val_000000.bin", stream(val))
+    pocket = Tokenizer.load("pocket")
+    write_atomic(path / "tokenizer.json", (Path(tokenizer_file())).read_bytes())
+    return TokenFolder.describe(path, tokenizer="pocket", vocab_size=pocket.vocab_size, bos=pocket.bos)
+
+
+def tokenizer_file() -> Path:
+    import speedrun.data
+
+    return Path(speedrun.data.__file__).parent / "pocket_bpe.json"
+
+
+@pytest.fixture(scope="session")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> TokenFolder:
+    """A small token folder, shared; nobody writes to it."""
+    return make_token_folder(tmp_path_factory.mktemp("tokens") / "small")

@@ -835,7 +835,7 @@ def test_random_generators_go_on_where_they_were(tmp_path: Path) -> None:
 
 def test_a_random_state_that_does_not_fit() -> None:
     state = checkpoint.rng_state()
-    with pytest.raises(UserError, match="lacks the tensor 'rng.numpy'"):
+    with pytest.raises(UserError, match=r"lacks the tensor 'rng\.numpy'"):
         checkpoint.set_rng_state({name: t for name, t in state.items() if name != "rng.numpy"})
     with pytest.raises(UserError, match="does not fit this Python"):
         checkpoint.set_rng_state({**state, "rng.python": state["rng.python"][:100]})

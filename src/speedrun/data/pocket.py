@@ -149,7 +149,14 @@ def _download(names: list[str], into: Path) -> None:
     ]
     command += ["--no-input", "--disable-pip-version-check", "--progress-bar=off"]
     command += ["-r", str(requirements), "-d", str(into)]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL
+        )
+    except OSError as e:
+        raise UserError(
+            f"{sys.executable} cannot be started, so pip cannot either: {e.strerror}; mend this Python."
+        ) from e
     if "No module named pip" in done.stderr:
         raise UserError(f"{sys.executable} has no pip, which fetches the corpus; run `python -m ensurepip`.")
     if done.returncode != 0:

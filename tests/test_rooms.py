@@ -1,0 +1,63 @@
+"""The house has rooms, and data walks through them one way: a lower room never imports a higher one."""
+
+import ast
+from pathlib import Path
+
+import speedrun
+
+PACKAGE = Path(speedrun.__file__).parent
+
+# Each room may import itself, torch and friends, and the rooms named here.
+MAY_IMPORT = {
+    "errors": set(),
+    "files": {"errors"},
+    "optim": set(),
+    "data": {"errors", "files"},
+    "model": {"errors"},
+    "tracks": {"errors", "files", "data"},
+    "train": {"errors", "files", "data", "model", "optim", "tracks"},
+    "recipes": {"errors", "data", "model", "optim", "train"},
+    "sample": {"errors", "data", "model", "train"},
+    "doctor": {"errors", "files", "data", "model", "tracks", "train"},
+    "race": {"errors", "files", "tracks", "train", "recipes"},
+}
+
+
+def imports_of(file: Path) -> set[str]:
+    """Top-level names below `speedrun` that a file imports, and the outside packages as themselves."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file} uses a relative import"
+            assert node.module is not None
+            modules = [node.module]
+            if node.module == "speedrun":
+                modules = [f"speedrun.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for module in modules:
+            parts = module.split(".")
+            found.add(f"speedrun.{parts[1]}" if parts[0] == "speedrun" and len(parts) > 1 else parts[0])
+    return found
+
+
+def room_of(file: Path) -> str:
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def test_no_room_imports_a_higher_one() -> None:
+    for file in PACKAGE.rglob("*.py"):
+        room = room_of(file)
+        if room in ("cli", "__init__", "__main__"):
+            continue
+        inside = {name.removeprefix("speedrun.") for name in imports_of(file) if name.startswith("speedrun.")}
+        assert inside <= MAY_IMPORT[room] | {room}, f"{file} imports {inside - MAY_IMPORT[room] - {room}}"
+
+
+def test_the_optimizers_can_be_lifted_out() -> None:
+    standard = {"abc", "collections", "contextlib", "copy", "dataclasses", "functools", "itertools", "math", "typing"}
+    for file in (PACKAGE / "optim").rglob("*.py"):
+        outside = {name for name in imports_of(file) if not name.startswith("speedrun")}
+        assert outside <= standard | {"torch"}, f"{file} imports {outside}"

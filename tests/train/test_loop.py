@@ -1,0 +1,282 @@
+"""The loop on a tiny model: what it promises about results, memory, interruptions and the clock."""
+
+import copy
+import math
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from speedrun.data.loader import Batch, Loader
+from speedrun.data.shards import TokenFolder
+from speedrun.errors import UserError
+from speedrun.train import checkpoint
+from speedrun.train.loop import Trainer, document_numbers, share
+from speedrun.train.runlog import read_metrics, read_result
+from tests.train.tiny import tiny_trainer
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def losses(folder: Path) -> list[tuple[str, int, float]]:
+    return [(m["kind"], m["step"], m["loss"]) for m in read_metrics(folder) if m["kind"] in ("train", "val")]
+
+
+def batch_for(trainer: Trainer) -> Batch:
+    loader = Loader(trainer.tokens.shards("train"), trainer.recipe.loader, bos=0, vocab_size=4096, seed=0)
+    return loader.next(trainer.recipe.schedule.rows, trainer.recipe.schedule.length)
+
+
+def test_a_run_learns_and_leaves_its_numbers(tokens: TokenFolder, tmp_path: Path) -> None:
+    result = tiny_trainer(tokens, tmp_path / "run", {"schedule.steps": 40}).run()
+    measured = losses(tmp_path / "run")
+    first, last = measured[0][2], measured[-1][2]
+    assert first == pytest.approx(math.log(4096), abs=0.01)  # a zero head predicts nothing
+    assert last < 5.0 < first
+    assert result["status"] == "ok"
+    assert result["timed"] is True
+    assert result["val_loss"] == last
+    assert result["tokens"] == 40 * 4 * 32
+    assert read_result(tmp_path / "run")["val_loss"] == last
+    assert "step:40/40 val_loss:" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_does_not(tokens: TokenFolder, tmp_path: Path) -> None:
+    runs = [tiny_trainer(tokens, tmp_path / str(i), seed=seed) for i, seed in enumerate((3, 3, 4))]
+    for trainer in runs:
+        trainer.run()
+    assert losses(tmp_path / "0") == losses(tmp_path / "1")
+    assert equal(weights(runs[0]), weights(runs[1]))
+    assert losses(tmp_path / "0") != losses(tmp_path / "2")
+
+
+def test_warm_up_leaves_no_trace(tokens: TokenFolder, tmp_path: Path) -> None:
+    trainer = tiny_trainer(tokens, tmp_path / "run")
+    before, random = weights(trainer), torch.get_rng_state()
+    state = copy.deepcopy(trainer.optimizer.state_dict())
+    trainer.warm_up()
+    assert equal(before, weights(trainer))
+    assert all(p.grad is None for p in trainer.model.parameters())
+    assert trainer.optimizer.state_dict() == state
+    assert torch.equal(random, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_micro_batches_do_not_change_the_gradient(tokens: TokenFolder, tmp_path: Path, size: int) -> None:
+    whole = tiny_trainer(tokens, tmp_path / "whole", {"schedule.rows": 7})
+    parts = tiny_trainer(tokens, tmp_path / "parts", {"schedule.rows": 7}, micro_rows=size)
+    for trainer in (whole, parts):  # a zero head gives zero gradients below it
+        torch.nn.init.normal_(trainer.model.head, std=0.1, generator=torch.Generator().manual_seed(1))
+    assert whole.gradients(batch_for(whole)) == pytest.approx(parts.gradients(batch_for(parts)), rel=1e-6)
+    for a, b in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_gradients_are_weighted_by_tokens_not_by_micro_batches(tokens: TokenFolder, tmp_path: Path) -> None:
+    """Targets that do not count make the micro-batches uneven; the mean over tokens must not notice."""
+    whole = tiny_trainer(tokens, tmp_path / "whole")
+    parts = tiny_trainer(tokens, tmp_path / "parts", micro_rows=1)
+    batch = batch_for(whole)
+    batch.targets[0, 3:] = -1
+    assert whole.gradients(batch) == pytest.approx(parts.gradients(batch), rel=1e-6)
+    torch.testing.assert_close(whole.model.head.grad, parts.model.head.grad, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("injected"), RuntimeError("DefaultCPUAllocator: not enough memory")]
+)
+def test_out_of_memory_halves_the_micro_batch_and_goes_on(
+    tokens: TokenFolder, tmp_path: Path, error: Exception
+) -> None:
+    plain = tiny_trainer(tokens, tmp_path / "plain")
+    plain.run()
+    tight = tiny_trainer(tokens, tmp_path / "tight")
+    compute, calls = tight.loss_of, []
+
+    def greedy(inputs: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        calls.append(len(inputs))
+        if torch.is_grad_enabled() and len(inputs) > 1 and len(calls) > 6:  # once the warm-up is over
+            raise error
+        return compute(inputs, *rest)
+
+    tight.loss_of = greedy
+    tight.run()
+    assert tight.micro_rows == 1
+    assert (tmp_path / "tight" / "log.txt").read_text().count("out of memory") == 2  # 4 -> 2 -> 1
+    for (_, _, a), (_, _, b) in zip(losses(tmp_path / "plain"), losses(tmp_path / "tight"), strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+
+
+def test_out_of_memory_with_one_row_says_what_to_do(tokens: TokenFolder, tmp_path: Path) -> None:
+    trainer = tiny_trainer(tokens, tmp_path / "run", micro_rows=1)
+
+    def greedy(*_: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("injected")
+
+    trainer.loss_of = greedy
+    with pytest.raises(UserError, match="single row of 32 tokens"):
+        trainer.gradients(batch_for(trainer))
+
+
+def test_other_runtime_errors_are_not_swallowed(tokens: TokenFolder, tmp_path: Path) -> None:
+    trainer = tiny_trainer(tokens, tmp_path / "run")
+
+    def broken(*_: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("shapes do not match")
+
+    trainer.loss_of = broken
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        trainer.gradients(batch_for(trainer))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_fails_the_run_before_the_weights_change(
+    tokens: TokenFolder, tmp_path: Path, bad: float
+) -> None:
+    trainer = tiny_trainer(tokens, tmp_path / "run", checkpoint_every=2)
+    gradients, seen = trainer.gradients, []
+
+    def poisoned(batch: Batch) -> float:
+        loss = gradients(batch)
+        seen.append(weights(trainer))
+        return bad if len(seen) == 2 + 6 else loss  # after the warm-up's 2 steps, step 5
+
+    trainer.gradients = poisoned  # type: ignore[method-assign]
+    result = trainer.run()
+    assert result["status"] == "failed"
+    assert "step 5" in result["reason"]
+    assert equal(weights(trainer), seen[-1])
+    assert read_result(tmp_path / "run")["status"] == "failed"
+    saved = checkpoint.newest_good(tmp_path / "run" / "checkpoints", notice=pytest.fail)
+    assert saved is not None
+    assert saved.step == 4
+    assert all(torch.isfinite(t).all() for t in saved.tensors.values())
+
+
+def test_a_resumed_run_has_the_same_bits(tokens: TokenFolder, tmp_path: Path) -> None:
+    whole = tiny_trainer(tokens, tmp_path / "whole")
+    whole.run()
+    half = tiny_trainer(tokens, tmp_path / "half", checkpoint_every=7, final_checkpoint=False)
+    half.run()
+    saved = checkpoint.newest_good(tmp_path / "half" / "checkpoints", notice=pytest.fail)
+    assert saved is not None
+    assert saved.step == 7
+    rest = tiny_trainer(tokens, tmp_path / "rest")
+    result = rest.run(saved)
+    assert equal(weights(whole), weights(rest))
+    assert losses(tmp_path / "rest") == [
+        m for m in losses(tmp_path / "whole") if (m[0], m[1]) > ("train", 6) and m[1] >= 7
+    ]
+    assert result["timed"] is False
+    assert result["tokens"] == 12 * 4 * 32
+
+
+def test_ctrl_c_ends_the_run_after_its_step_and_saves_it(tokens: TokenFolder, tmp_path: Path) -> None:
+    trainer = tiny_trainer(tokens, tmp_path / "run")
+    step, done = trainer.step, []
+
+    def interrupted(*args: object) -> float:
+        done.append(1)
+        if len(done) == 2 + 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(*args)  # type: ignore[arg-type]
+
+    trainer.step = interrupted  # type: ignore[method-assign]
+    result = trainer.run()
+    assert result["status"] == "interrupted"
+    saved = checkpoint.newest_good(tmp_path / "run" / "checkpoints", notice=pytest.fail)
+    assert saved is not None
+    assert saved.step == 4
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_validation_is_the_mean_over_every_token_and_touches_nothing(tokens: TokenFolder, tmp_path: Path) -> None:
+    trainer = tiny_trainer(tokens, tmp_path / "run", {"validation.rows": 3, "validation.length": 50})
+    torch.nn.init.normal_(trainer.model.head, std=0.1)
+    before = weights(trainer)
+    measured = trainer.validate("val")
+    assert equal(before, weights(trainer))
+    stream = torch.from_numpy(np.fromfile(tokens.shards("val")[0], dtype="<u2", offset=1024).astype(np.int64))
+    total = 0.0
+    for begin in range(0, len(stream) - 1, 50):
+        piece = stream[begin : begin + 51]
+        with torch.no_grad():
+            total += trainer.model(piece[None, :-1], piece[None, 1:]).item()
+    assert measured == pytest.approx(total / (len(stream) - 1), rel=1e-5)
+
+
+def test_packed_documents_do_not_see_each_other(tokens: TokenFolder, tmp_path: Path) -> None:
+    """The loss of a row with a boundary is that of its two documents on their own."""
+    trainer = tiny_trainer(tokens, tmp_path / "run", {"loader.packing": "documents", "model.qk_norm": False})
+    for p in trainer.model.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+    ids = torch.randint(4096, (1, 33), generator=torch.Generator().manual_seed(0))
+    row = Batch(ids[:, :-1], ids[:, 1:], (np.array([0, 20]),), {})
+    alone = (
+        Batch(ids[:, :20], ids[:, 1:21], (np.array([0]),), {}),
+        Batch(ids[:, 20:-1], ids[:, 21:], (np.array([0]),), {}),
+    )
+    together = trainer.micro_loss(row).item()
+    assert together == pytest.approx(sum(trainer.micro_loss(part).item() for part in alone), rel=1e-4)
+    apart = Batch(row.inputs, row.targets, (np.array([0]),), {})
+    assert abs(trainer.micro_loss(apart).item() - together) > 1e-3
+
+
+def test_document_numbers_follow_the_starts() -> None:
+    ids = torch.zeros(2, 6, dtype=torch.long)
+    batch = Batch(ids, ids, (np.array([0, 2, 5]), np.array([0])), {})
+    numbers = document_numbers(batch)
+    assert numbers is not None
+    assert numbers.tolist() == [[0, 0, 1, 1, 1, 2], [0] * 6]
+
+
+def test_rows_are_dealt_whole_and_as_evenly_as_they_go() -> None:
+    assert [s.stop - s.start for s in share(8, 3)] == [3, 3, 2]
+    for rows in range(1, 20):
+        for parts in range(1, rows + 1):
+            dealt = [i for s in share(rows, parts) for i in range(s.start, s.stop)]
+            assert dealt == list(range(rows))
+
+
+def test_a_vocabulary_too_small_is_refused(tokens: TokenFolder, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--model.vocab 4096"):
+        tiny_trainer(tokens, tmp_path / "run", {"model.vocab": 100})
+
+
+def test_compiled_and_plain_agree(tokens: TokenFolder, tmp_path: Path) -> None:
+    plain = tiny_trainer(tokens, tmp_path / "plain", {"schedule.steps": 6})
+    fast = tiny_trainer(tokens, tmp_path / "fast", {"schedule.steps": 6}, compile=True)
+    plain.run()
+    fast.run()
+    assert fast.loss_of is not fast.model, (tmp_path / "fast" / "log.txt").read_text()
+    for (_, _, a), (_, _, b) in zip(losses(tmp_path / "plain"), losses(tmp_path / "fast"), strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+
+
+def test_without_a_compiler_it_goes_on_and_says_so(
+    tokens: TokenFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("speedrun.train.device.compiler_problem", lambda: "no working C++ compiler")
+    trainer = tiny_trainer(tokens, tmp_path / "run", compile=True)
+    assert trainer.run()["status"] == "ok"
+    assert "torch.compile is not used: no working C++ compiler" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_a_compiler_that_fails_is_replaced_by_eager(tokens: TokenFolder, tmp_path: Path) -> None:
+    trainer = tiny_trainer(tokens, tmp_path / "run")
+
+    def broken(*_: object) -> torch.Tensor:
+        raise RuntimeError("the compiler crashed")
+
+    trainer.loss_of = broken
+    assert trainer.run()["status"] == "ok"
+    assert "torch.compile failed here" in (tmp_path / "run" / "log.txt").read_text()

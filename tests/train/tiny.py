@@ -1,0 +1,35 @@
+"""A run that takes a second, for the tests of the loop."""
+
+from pathlib import Path
+from typing import Any
+
+from speedrun.data.loader import LoaderConfig
+from speedrun.data.shards import TokenFolder
+from speedrun.model.gpt import GPTConfig
+from speedrun.optim.adamw import AdamWConfig
+from speedrun.train.config import Recipe, ValidationConfig, with_fields
+from speedrun.train.device import choose
+from speedrun.train.loop import Options, Trainer
+from speedrun.train.progress import Report
+from speedrun.train.runlog import RunFolder
+from speedrun.train.schedule import ScheduleConfig
+
+TINY = Recipe(
+    name="tiny",
+    track="own",
+    about="for tests",
+    model=GPTConfig(vocab=4096, layers=2, width=32, heads=2),
+    loader=LoaderConfig(),
+    optim=AdamWConfig(lr=0.01),
+    schedule=ScheduleConfig(steps=12, rows=4, length=32),
+    validation=ValidationConfig(every=5, rows=4, length=32),
+)
+
+
+def tiny_trainer(tokens: TokenFolder, folder: Path, changes: dict[str, Any] | None = None, **options: Any) -> Trainer:
+    """A trainer in a fresh run folder, without torch.compile unless asked for."""
+    recipe = with_fields(TINY, changes or {})
+    run = RunFolder.create(folder, {"recipe": "tiny"}, console=lambda line: None)
+    machine = choose("cpu", "float32", threads=1)
+    report = Report(recipe.schedule.steps, quiet=True)
+    return Trainer(recipe, tokens, machine, Options(**{"compile": False, **options}), run, report)
