@@ -232,7 +232,7 @@ def simulate(run: RunFolder, begin: int, end: int, *, every: int = 2) -> None:
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "torn"), zip(range(8), 3 * [b'{"step": 7, "kin', b"", b"\xff\0\0"], strict=False)
+    ("checkpoint", "torn"), list(zip(range(8), 3 * [b'{"step": 7, "kin', b"", b"\xff\0\0"], strict=False))
 )
 def test_a_resumed_run_has_the_same_lines_as_one_that_was_never_interrupted(
     tmp_path: Path, checkpoint: int, torn: bytes

@@ -149,12 +149,12 @@ class Loader:
             done += len(places)
             if done == rows:
                 break
-            barren = 0 if len(places) else barren + fresh
-            if barren == len(self.shards):
-                raise self._too_short(length)
+            barren += fresh and not places
             shard, position = shard + 1, 0
             if shard == len(self.shards):
-                epoch, shard = epoch + 1, 0
+                if barren == len(self.shards):  # a whole epoch without a row: the next would be no better
+                    raise self._too_short(length)
+                epoch, shard, barren = epoch + 1, 0, 0
                 news.append(f"all training tokens were used; epoch {epoch} begins")
         self._epoch, self._shard, self._position = epoch, shard, position
         for line_of_news in news:

@@ -1,0 +1,166 @@
+"""The model against its definition: shapes, counts, causality, attention, initialisation."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from speedrun.errors import UserError
+from speedrun.model.attention import attend, document_mask, reference_attend
+from speedrun.model.gpt import GPT, GPTConfig, count_parameters, flops_per_token
+from speedrun.model.head import cross_entropy_sum
+from speedrun.model.rotary import rotary_tables, rotate
+from speedrun.recipes import get_recipe
+
+SMALL = GPTConfig(vocab=64, layers=2, width=32, heads=2)
+
+
+def lively(config: GPTConfig, context: int = 32) -> GPT:
+    """A model whose every weight does something (projections do not start at zero)."""
+    torch.manual_seed(0)
+    model = GPT(config, context)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    return model
+
+
+def ids(rows: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(64, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_native_gpt2_form_has_123_53_million_parameters() -> None:
+    config = get_recipe("gpt2", "short").model
+    assert round(sum(count_parameters(config).values()) / 1e6, 2) == 123.53
+    with torch.device("meta"):
+        assert sum(p.numel() for p in GPT(config, 8).parameters()) == sum(count_parameters(config).values())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_counted_parameters_are_the_real_ones(tied: bool) -> None:
+    config = GPTConfig(vocab=50, layers=3, width=24, heads=2, mlp_ratio=2.5, tied=tied)
+    assert sum(p.numel() for p in GPT(config, 8).parameters()) == sum(count_parameters(config).values())
+
+
+def test_flops_are_six_per_weight_and_token_plus_attention() -> None:
+    weights = sum(count_parameters(SMALL).values()) - 64 * 32  # the embedding is a lookup
+    assert flops_per_token(SMALL, 0) == 6 * weights
+    assert flops_per_token(SMALL, 100) - flops_per_token(SMALL, 0) == 6 * 2 * 32 * 100
+
+
+def test_a_fresh_model_predicts_all_tokens_alike() -> None:
+    x = ids(2, 16)
+    loss = GPT(SMALL, 16)(x, x) / x.numel()
+    assert loss.item() == pytest.approx(math.log(64), abs=1e-5)
+
+
+def test_the_loss_is_a_sum_over_counted_targets() -> None:
+    model, x, y = lively(SMALL), ids(3, 8), ids(3, 8, seed=1)
+    rows = sum(model(x[i : i + 1], y[i : i + 1]).item() for i in range(3))
+    assert model(x, y).item() == pytest.approx(rows, rel=1e-5)
+    partly = y.clone()
+    partly[1:] = -1
+    assert model(x, partly).item() == pytest.approx(model(x[:1], y[:1]).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("form", [SMALL, get_recipe("gpt2", "pocket").model])
+def test_nothing_looks_ahead(form: GPTConfig) -> None:
+    model = lively(GPTConfig(**{**form.__dict__, "vocab": 64, "width": 32, "heads": 2}))
+    x = ids(1, 12)
+    changed = x.clone()
+    changed[0, 8] = (x[0, 8] + 1) % 64
+    before, after = model.trunk(x), model.trunk(changed)
+    torch.testing.assert_close(before[:, :8], after[:, :8])
+    assert not torch.allclose(before[:, 8:], after[:, 8:])
+
+
+def test_attention_is_its_definition_with_and_without_documents() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 10, 3, 8, generator=generator) for _ in range(3))
+    torch.testing.assert_close(attend(q, k, v), reference_attend(q, k, v))
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2, 3], [0] * 10])
+    packed = attend(q, k, v, mask=document_mask(documents))
+    torch.testing.assert_close(packed, reference_attend(q, k, v, documents_BT=documents))
+    torch.testing.assert_close(packed[:1, 3:7], attend(q[:1, 3:7], k[:1, 3:7], v[:1, 3:7]))
+
+
+def test_the_head_loss_is_softmax_cross_entropy_in_float32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(n, 16, generator=generator) for n in (7, 50))
+    targets = torch.tensor([3, -1, 49, 0, 7, -1, 8])
+    logp = (x.double() @ w.double().t()).log_softmax(-1)
+    expected = -sum(logp[i, t] for i, t in enumerate(targets) if t >= 0)
+    assert cross_entropy_sum(x, w, targets).item() == pytest.approx(float(expected), rel=1e-6)
+    assert cross_entropy_sum(x.bfloat16(), w, targets).dtype == torch.float32
+
+
+def test_rotation_keeps_lengths_and_depends_on_distance_alone() -> None:
+    cos, sin = rotary_tables(20, 8, 10_000.0)
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 1, 1, 8, generator=generator) for _ in range(2))
+
+    def at(x: torch.Tensor, t: int) -> torch.Tensor:
+        return rotate(x, cos[t : t + 1], sin[t : t + 1]).flatten()
+
+    assert at(q, 13).norm() == pytest.approx(q.norm().item(), rel=1e-6)
+    assert (at(q, 9) @ at(k, 4)).item() == pytest.approx((at(q, 17) @ at(k, 12)).item(), rel=1e-5)
+    assert (at(q, 9) @ at(k, 4)).item() != pytest.approx((at(q, 9) @ at(k, 5)).item(), rel=1e-5)
+
+
+def test_rotation_pairs_a_channel_with_the_one_half_a_head_further() -> None:
+    cos, sin = rotary_tables(2, 4, 10_000.0)
+    x = torch.tensor([1.0, 0.0, 0.0, 0.0]).view(1, 1, 1, 4)
+    turned = rotate(x, cos[1:], sin[1:]).flatten()
+    torch.testing.assert_close(turned, torch.tensor([math.cos(1), 0.0, -math.sin(1), 0.0]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"activation": "gelu"},
+        {"qk_norm": False},
+        {"embed_norm": True},
+        {"tied": True},
+        {"rotary_base": 500.0},
+        {"attention_residual": "depth"},
+    ],
+)
+def test_every_switch_acts(change: dict[str, object]) -> None:
+    x = ids(2, 16)
+    plain, changed = lively(SMALL), lively(GPTConfig(**{**SMALL.__dict__, **change}))
+    assert abs(plain(x, x).item() - changed(x, x).item()) > 1e-4
+
+
+def test_initial_values_are_those_of_the_config() -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab=512, layers=1, width=64, heads=2, embed_std=0.3, init_scale=0.5), 8)
+    assert model.embed.std().item() == pytest.approx(0.3, rel=0.02)
+    assert model.blocks[0].attention.qkv.weight.abs().max().item() == pytest.approx(0.5 / 8, rel=0.01)
+    assert not model.blocks[0].mlp.down.weight.any()
+    plain = GPT(get_recipe("gpt2", "pocket").model, 8)
+    assert plain.embed.abs().max().item() == pytest.approx(1 / math.sqrt(192), rel=0.01)
+    assert plain.blocks[0].mlp.down.weight.any()
+    assert plain.head is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"heads": 5}, "width 192 does not split into 5 heads"),
+        ({"layers": 0}, "layers is 0"),
+        ({"mlp_ratio": 0.0}, "mlp_ratio is 0.0"),
+        ({"rotary_base": 1.0}, "rotary_base is 1.0"),
+        ({"embed_std": -1.0}, "must not be negative"),
+    ],
+)
+def test_impossible_shapes_are_refused_with_a_way_out(change: dict[str, object], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        GPTConfig(**change)  # type: ignore[arg-type]
+
+
+def test_bf16_activations_stay_close_to_float32() -> None:
+    model, x = lively(SMALL), ids(2, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = model(x, x).item()
+    assert rough == pytest.approx(model(x, x).item(), rel=0.02)
+    assert F.rms_norm(torch.ones(4), (4,)).dtype == torch.float32
