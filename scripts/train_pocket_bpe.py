@@ -38,12 +38,8 @@ def train(documents: list[str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; fail if the package's file differs"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the package's file differs")
     arguments = parser.parse_args()
     with locked(home() / ".pocket.lock"):
         wheels = pocket.fetch(print)

@@ -132,9 +132,7 @@ configs = st.builds(
     tail=st.sampled_from(["split", "discard"]),
     max_document=st.integers(1, 9),
 )
-token_lists = st.lists(
-    st.lists(st.sampled_from([BOS, *range(VOCAB)]), max_size=60).map(tuple), min_size=1, max_size=3
-)
+token_lists = st.lists(st.lists(st.sampled_from([BOS, *range(VOCAB)]), max_size=60).map(tuple), min_size=1, max_size=3)
 sizes = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 12)), min_size=1, max_size=5)
 
 
@@ -153,7 +151,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[Sequ
 
 
 many = settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=300,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 
@@ -164,7 +164,11 @@ def open_loader(paths: list[Path], config: LoaderConfig, seed: int = 0, **more: 
 @many
 @given(shards=token_lists, config=configs, seed=st.integers(0, 3), calls=sizes)
 def test_batches_are_those_of_the_plain_walk(
-    written: Callable[..., list[Path]], shards: list[tuple[int, ...]], config: LoaderConfig, seed: int, calls: list[tuple[int, int]]
+    written: Callable[..., list[Path]],
+    shards: list[tuple[int, ...]],
+    config: LoaderConfig,
+    seed: int,
+    calls: list[tuple[int, int]],
 ) -> None:
     loader = open_loader(written(shards), config, seed)
     plain = PlainLoader(shards, config, seed)
@@ -259,7 +263,9 @@ def test_long_documents_are_split_into_pieces(make_shards: Callable[..., list[Pa
     assert [s.tolist() for s in batch.starts or ()] == [[0, 3], [0, 1, 4]]
 
 
-def test_one_epoch_uses_every_token_once_and_every_true_successor(make_shards: Callable[..., list[Path]]) -> None:
+def test_one_epoch_uses_every_token_once_and_every_true_successor(
+    make_shards: Callable[..., list[Path]],
+) -> None:
     documents = [[0, *range(10 * n + 1, 10 * n + 1 + n % 7)] for n in range(40)]
     stream = [token for document in documents for token in document]
     paths = make_shards([stream])
@@ -314,7 +320,7 @@ def test_rows_longer_than_any_shard_are_an_error_not_a_hang(make_shards: Callabl
     paths = make_shards([[0, 1, 2, 3], [0, 1], []])
     loader = open_loader(paths, LoaderConfig("documents", tail=tail))  # type: ignore[arg-type]
     loader.next(1, 3)
-    with pytest.raises(UserError, match="No row of 4 tokens .* takes 5 tokens .* largest of 3 has 4"):
+    with pytest.raises(UserError, match=r"No row of 4 tokens .* takes 5 tokens .* largest of 3 has 4"):
         loader.next(2, 4)
     loader.next(2, 3)
 
@@ -338,7 +344,7 @@ def test_wrong_values_are_told(make_shards: Callable[..., list[Path]], tmp_path:
     with pytest.raises(UserError, match="token 7 at position 4"):
         open_loader(paths, LoaderConfig()).next(1, 4)
     for state in ({}, {"epoch": 0, "shard": 1, "position": 0}, {"epoch": -1, "shard": 0, "position": 0}):
-        with pytest.raises(UserError, match="state of a loader|not in these 1 shards"):
+        with pytest.raises(UserError, match=r"state of a loader|not in these 1 shards"):
             open_loader(paths, LoaderConfig()).load_state_dict(state)
 
 

@@ -1,5 +1,6 @@
 """Batches made ahead of time, and the batches of a validation."""
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -127,7 +128,14 @@ def test_every_token_after_the_first_is_predicted_once(
     limit = data.draw(st.none() | st.integers(1, max(1, len(line))))
     max_document = data.draw(st.integers(1, 10))
     batches = validation_batches(
-        paths, rows=rows, length=length, bos=0, vocab_size=6, packing="documents", max_document=max_document, tokens=limit
+        paths,
+        rows=rows,
+        length=length,
+        bos=0,
+        vocab_size=6,
+        packing="documents",
+        max_document=max_document,
+        tokens=limit,
     )
     if len(line) < 2 or (limit or 1) > len(line) - 1:
         with pytest.raises(UserError, match="Validation on"):
@@ -135,7 +143,7 @@ def test_every_token_after_the_first_is_predicted_once(
         return
     kept = list(batches)
     wanted = len(line) - 1 if limit is None else limit
-    assert collect(iter(kept), rows, length) == list(zip(line, line[1:], strict=False))[:wanted]
+    assert collect(iter(kept), rows, length) == list(itertools.pairwise(line))[:wanted]
     for batch in kept:
         assert batch.starts is not None
         for inputs, targets, starts in zip(batch.inputs.tolist(), batch.targets.tolist(), batch.starts, strict=True):
@@ -163,6 +171,13 @@ def test_a_validation_longer_than_the_split_is_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="on 3 predicted tokens is not possible: the split has 2"):
         next(
             validation_batches(
-                [tmp_path / "val_000000.bin"], rows=1, length=4, bos=0, vocab_size=6, packing="stream", max_document=9, tokens=3
+                [tmp_path / "val_000000.bin"],
+                rows=1,
+                length=4,
+                bos=0,
+                vocab_size=6,
+                packing="stream",
+                max_document=9,
+                tokens=3,
             )
         )

@@ -57,7 +57,7 @@ def test_a_saved_tokenizer_is_the_same_file(tmp_path: Path) -> None:
 
 
 def test_wrong_names_and_files_are_told(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no tokenizer 'poket'.*Did you mean 'pocket'"):
+    with pytest.raises(UserError, match=r"no tokenizer 'poket'.*Did you mean 'pocket'"):
         Tokenizer.load("poket")
     with pytest.raises(UserError, match="cannot be read"):
         Tokenizer.load(tmp_path)

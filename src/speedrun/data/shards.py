@@ -59,9 +59,7 @@ class ShardWriter:
     def append(self, tokens: np.ndarray) -> None:
         """tokens: (N,) of any integer type, each within 0..65535."""
         if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-            raise ValueError(
-                f"A shard takes a vector of integers, not {tokens.dtype} of shape {tokens.shape}"
-            )
+            raise ValueError(f"A shard takes a vector of integers, not {tokens.dtype} of shape {tokens.shape}")
         if tokens.size == 0:
             return
         if tokens.dtype != TOKEN and (tokens.min() < 0 or tokens.max() >= LARGEST_VOCABULARY):
@@ -125,9 +123,7 @@ def open_shard(path: Path, vocab_size: int | None = None) -> np.ndarray:
     except OSError as e:
         raise UserError(f"The shard {path} cannot be read: {e.strerror}.") from e
     if len(raw) < HEADER_BYTES:
-        raise UserError(
-            f"{path} is truncated: it has {size} bytes, the header alone {HEADER_BYTES}; get it again."
-        )
+        raise UserError(f"{path} is truncated: it has {size} bytes, the header alone {HEADER_BYTES}; get it again.")
     magic, version, count = (int(x) for x in np.frombuffer(raw, dtype="<i4", count=3))
     if magic != MAGIC:
         raise UserError(f"{path} is not a token shard: its magic number is {magic}, not {MAGIC}.")
@@ -227,9 +223,7 @@ class TokenFolder:
         for field, kind in (("tokenizer", str), ("vocab_size", int), ("bos", int), ("tokenizer_sha256", str)):
             assert type(value[field]) is kind, f"{field!r}"
         assert 0 <= value["bos"] < value["vocab_size"] <= LARGEST_VOCABULARY, "'bos' or 'vocab_size'"
-        return cls(
-            path, value["tokenizer"], value["vocab_size"], value["bos"], files, value["tokenizer_sha256"]
-        )
+        return cls(path, value["tokenizer"], value["vocab_size"], value["bos"], files, value["tokenizer_sha256"])
 
     @classmethod
     def describe(cls, path: Path, *, tokenizer: str, vocab_size: int, bos: int) -> "TokenFolder":

@@ -35,9 +35,7 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
                 and not any(part.startswith(".") for part in file.relative_to(path).parts)
             )
             if not inside:
-                raise UserError(
-                    f"The folder {path} has no .jsonl, .md or .txt files; name the files themselves."
-                )
+                raise UserError(f"The folder {path} has no .jsonl, .md or .txt files; name the files themselves.")
             for file in inside:
                 found.setdefault(file.resolve(), file)
         elif path.exists():
@@ -72,9 +70,7 @@ def _read_plain(path: Path) -> Iterator[str]:
     pending = ""
     for text in _read_text(path):
         pending += text
-        while (
-            len(pending) > LONGEST_CHARACTERS
-        ):  # so much that the cut cannot depend on what is still to be read
+        while len(pending) > LONGEST_CHARACTERS:  # so much that the cut cannot depend on what is still to be read
             at = _cut(pending)
             yield pending[:at]
             pending = pending[at:]
@@ -133,14 +129,10 @@ def _read_jsonl(path: Path) -> Iterator[str]:
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError) as e:
-                raise UserError(
-                    f"{path}:{number} is not valid JSON ({e}); correct or remove the line."
-                ) from None
+                raise UserError(f"{path}:{number} is not valid JSON ({e}); correct or remove the line.") from None
             text = value.get("text") if isinstance(value, dict) else None
             if not isinstance(text, str):
-                raise UserError(
-                    f'{path}:{number} has no "text" field with a string; add it or remove the line.'
-                )
+                raise UserError(f'{path}:{number} has no "text" field with a string; add it or remove the line.')
             try:
                 text.encode()
             except UnicodeEncodeError:

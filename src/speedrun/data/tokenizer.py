@@ -67,11 +67,10 @@ class Tokenizer:
 
     @cached_property
     def bos(self) -> int:
-        if self._separator is None:
-            raise UserError(
-                f"The tokenizer {self.name} has no token that opens a document, like {SEPARATOR}."
-            )
-        return int(self._inner.token_to_id(self._separator))
+        found = None if self._separator is None else self._inner.token_to_id(self._separator)
+        if found is None:
+            raise UserError(f"The tokenizer {self.name} has no token that opens a document; add {SEPARATOR} to it.")
+        return found
 
     def encode(self, text: str) -> list[int]:
         return self._without_separator(self._inner.encode(text, add_special_tokens=False).ids)

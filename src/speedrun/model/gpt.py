@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from speedrun.errors import UserError
 from speedrun.model.attention import attend, document_mask
+from speedrun.model.embeddings import lookup
 from speedrun.model.head import cross_entropy_sum
 from speedrun.model.rotary import rotary_tables, rotate
 
@@ -200,7 +201,7 @@ class GPT(nn.Module):
         start = 0 if cache is None else cache.position
         T = ids_BT.shape[1]
         cos, sin = self.cos[start : start + T], self.sin[start : start + T]
-        x = F.embedding(ids_BT, self.embed)
+        x = lookup(self.embed, ids_BT)
         if c.embed_norm:
             x = F.rms_norm(x, (c.width,), eps=c.norm_eps)
         for i, block in enumerate(self.blocks):
