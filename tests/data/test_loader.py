@@ -151,7 +151,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[Sequ
 
 
 many = settings(
-    max_examples=300,
+    max_examples=200,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

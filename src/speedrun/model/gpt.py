@@ -209,8 +209,8 @@ class GPT(nn.Module):
             past = cache.layers[i] if cache is not None and start else None
             y, present = block.attention(F.rms_norm(x, (c.width,), eps=c.norm_eps), cos, sin, mask, past)
             if cache is not None:
-                recent = present[0][:, 1 - cache.window :], present[1][:, 1 - cache.window :]
-                cache.layers[i : i + 1] = [recent]
+                old = max(0, present[0].shape[1] - cache.window + 1)
+                cache.layers[i : i + 1] = [(present[0][:, old:], present[1][:, old:])]
             x = x + y * self.attention_factor if self.attention_factor != 1.0 else x + y
             x = x + block.mlp(F.rms_norm(x, (c.width,), eps=c.norm_eps))
         return F.rms_norm(x, (c.width,), eps=c.norm_eps)

@@ -3,6 +3,7 @@
 The baseline optimizer: torch's own fused AdamW. This module only decides which parameter gets which numbers.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -33,8 +34,8 @@ class AdamWConfig:
 
     def __post_init__(self) -> None:
         for name in ("lr", "embed_lr", "head_lr", "eps", "weight_decay", "embed_decay", "clip"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"optim.{name} is {getattr(self, name)}; it must not be negative.")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"optim.{name} is {getattr(self, name)}; it must be finite and not negative.")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"optim.{name} is {getattr(self, name)}; it must be at least 0 and below 1.")

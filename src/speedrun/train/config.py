@@ -136,6 +136,6 @@ def recipe_from_dict(stored: dict[str, Any]) -> Recipe:
 
 
 def differences(a: Recipe, b: Recipe) -> list[str]:
-    """'optim.lr: 0.003 -> 0.002', one per field that differs."""
+    """'optim.lr: 0.003 -> 0.002', one per field that differs. What is said about a recipe does not change it."""
     left, right = fields_of(a), fields_of(b)
-    return [f"{k}: {left[k]} -> {right[k]}" for k in left if left[k] != right[k]]
+    return [f"{k}: {left[k]} -> {right[k]}" for k in left if left[k] != right[k] and k != "about"]

@@ -80,14 +80,16 @@ def _choose_device(asked: str) -> tuple[torch.device, str]:
         if torch.backends.mps.is_available():
             return torch.device("mps"), "Apple GPU found"
         return torch.device("cpu"), "no CUDA or Apple GPU found"
-    kind = asked.partition(":")[0]
+    kind, colon, index = asked.partition(":")
     available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if kind not in available:
-        raise UserError(f"Unknown device {asked!r}; choose auto, cpu, cuda or mps.")
+    if kind not in available or (colon and not (kind == "cuda" and index.isdecimal())):
+        raise UserError(f"Unknown device {asked!r}; choose auto, cpu, cuda, cuda:N or mps.")
     if not available[kind]:
         raise UserError(
             f"Device {asked!r} was asked for, but torch {torch.__version__} sees none here; try --device cpu."
         )
+    if index and int(index) >= torch.cuda.device_count():
+        raise UserError(f"There is no device {asked!r}; torch sees {torch.cuda.device_count()}, counted from 0.")
     return torch.device(asked), "as asked"
 
 
