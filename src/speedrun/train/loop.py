@@ -344,10 +344,12 @@ class Trainer:
         return result
 
     def loop(self, batches: Prefetcher) -> dict[str, float]:
+        if self.start == self.steps:  # killed between the last checkpoint and the result: all is logged already
+            return {split: self.validate(split) for split in self.options.splits}
         losses: dict[str, float] = {}
         self.clock.start()
-        if self.start in (0, self.steps):  # the latter: killed between the last checkpoint and the result
-            losses = self.validation(self.start)
+        if self.start == 0:
+            losses = self.validation(0)
         for s in range(self.start, self.steps):
             stage = self.recipe.schedule.at(s)
             batch = batches.next()
