@@ -21,11 +21,11 @@ def pocket() -> Recipe:
         name="adamw",
         track="pocket",
         about=ABOUT,
-        model=GPTConfig(vocab=4096, layers=3, width=192, heads=3),
+        model=GPTConfig(vocab=4096, layers=3, width=192, heads=3, tied=True),
         loader=LoaderConfig(packing="stream", order="shuffle"),
-        optim=AdamWConfig(lr=3e-3),
-        schedule=ScheduleConfig(steps=1200, rows=8, length=128),
-        validation=ValidationConfig(every=200, rows=64, length=128),
+        optim=AdamWConfig(lr=6e-3),
+        schedule=ScheduleConfig(steps=2100, rows=4, length=128),
+        validation=ValidationConfig(every=700, rows=64, length=128),
     )
 
 

@@ -24,6 +24,8 @@ from speedrun.train.schedule import ScheduleConfig
 class ValidationConfig:
     every: int = 200
     """Steps between validations; the last step is always validated."""
+    first: bool = True
+    """Also measure before the first step."""
     rows: int = 32
     """Rows per validation batch. Does not change the loss, only speed and memory."""
     length: int = 128

@@ -348,8 +348,8 @@ class Trainer:
             return {split: self.validate(split) for split in self.options.splits}
         losses: dict[str, float] = {}
         self.clock.start()
-        if self.start == 0:
-            losses = self.validation(0)
+        if self.start == 0 and self.recipe.validation.first:
+            self.validation(0)
         for s in range(self.start, self.steps):
             stage = self.recipe.schedule.at(s)
             batch = batches.next()
