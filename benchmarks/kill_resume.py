@@ -45,7 +45,7 @@ def make_tokens(folder: Path) -> None:
     folder.mkdir()
     for split, count in (("train", 40_000), ("val", 6_000)):
         tokens = rng.integers(1, 400, size=count)
-        tokens[:: 211] = 0
+        tokens[::211] = 0
         write_shard(folder / f"{split}_000000.bin", tokens)
     tokenizer = Tokenizer.load("pocket")
     tokenizer.save(folder / "tokenizer.json")
@@ -141,7 +141,9 @@ def main() -> int:
         subprocess.run(run, stdout=subprocess.DEVNULL, check=False)
         tensors, losses = ending(disturbed)
         same_losses = losses == expected[1]
-        same_weights = tensors.keys() == expected[0].keys() and all(torch.equal(tensors[k], expected[0][k]) for k in tensors)
+        same_weights = tensors.keys() == expected[0].keys() and all(
+            torch.equal(tensors[k], expected[0][k]) for k in tensors
+        )
         print(f"{len(losses)} logged losses equal: {same_losses}; {len(tensors)} tensors equal: {same_weights}")
         print(f"{survived if same_losses and same_weights else 0}/{given.kills}")
         return 0 if same_losses and same_weights else 1

@@ -35,7 +35,7 @@ def make_token_folder(path: Path, *, train: int = 20_000, val: int = 1_000, seed
         surprise, fresh = rng.random(count) < 0.2, rng.integers(1, 60, size=count)
         for i in range(1, count):
             tokens[i] = fresh[i] if surprise[i] else successor[tokens[i - 1]]
-        tokens[:: 97] = 0
+        tokens[::97] = 0
         return tokens
 
     path.mkdir(parents=True)

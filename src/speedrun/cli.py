@@ -6,6 +6,7 @@ speedrun train --help               every field of the recipe, with its meaning
 
 import dataclasses
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -33,10 +34,16 @@ from speedrun.train import run as run_room
 from speedrun.train.config import Recipe, ValidationConfig, fields_of, meanings, recipe_from_dict
 from speedrun.train.device import choose
 from speedrun.train.loop import Options
-from speedrun.train.runlog import RunFolder
 from speedrun.train.schedule import ScheduleConfig
 
-console = Console(highlight=False, soft_wrap=True)
+console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+say = console.print
+PARTS = ("model", "loader", "optim", "schedule", "validation")
+
+
+def unset(kind: str) -> Any:
+    """An option that may be left out: its help names the kind of value, and says itself what happens without."""
+    return tyro.conf.arg(metavar=kind, help_behavior_hint="")
 
 
 def parse(kind: type, command: str, args: Sequence[str], default: Any = None, about: str | None = None) -> Any:
@@ -53,13 +60,14 @@ def parse(kind: type, command: str, args: Sequence[str], default: Any = None, ab
 
 
 def option(args: Sequence[str], name: str) -> str | None:
-    """The value of --name before the real parse, which needs it to know the defaults."""
+    """The value of --name before the real parse, which needs it to know the defaults. The last one counts."""
+    value = None
     for i, arg in enumerate(args):
         if arg == f"--{name}" and i + 1 < len(args):
-            return args[i + 1]
-        if arg.startswith(f"--{name}="):
-            return arg.partition("=")[2]
-    return None
+            value = args[i + 1]
+        elif arg.startswith(f"--{name}="):
+            value = arg.partition("=")[2]
+    return value
 
 
 # -------------------------------------------------------------------- train
@@ -73,7 +81,7 @@ class Machinery:
     """auto, cpu, cuda, cuda:N or mps."""
     dtype: str = "auto"
     """auto, float32 or bfloat16: the arithmetic of matmuls."""
-    threads: int | None = None
+    threads: Annotated[int | None, unset("INT")] = None
     """CPU threads; default: all usable cores."""
 
 
@@ -84,22 +92,23 @@ class Train:
     recipe: str = DEFAULT
     """Which recipe; `speedrun recipes` lists them."""
     track: str = "pocket"
-    """Which track; `speedrun tracks` lists them."""
-    data: Path | None = None
-    """A folder made by `speedrun data encode`, instead of a track."""
-    target: float | None = None
-    """With --data: the validation loss to reach."""
+    """Which track; `speedrun tracks` lists them. With --data: at the size of which track."""
+    data: Annotated[Path | None, unset("PATH")] = None
+    """A folder made by `speedrun data encode`, instead of a track's tokens."""
+    target: Annotated[float | None, unset("FLOAT")] = None
+    """With --data: the validation loss to reach, in nats per token; default: none."""
     seed: int = 0
     """Draws the initial weights and the order of documents."""
-    out: Path | None = None
+    out: Annotated[Path | None, unset("PATH")] = None
     """Run folder; default: a new one under runs/."""
-    resume: str | None = None
-    """A run folder to continue, or `auto`: the newest unfinished one that fits (a new run if there is none)."""
-    checkpoint_every: int | None = None
+    resume: Annotated[str | None, unset("PATH|auto")] = None
+    """A run folder to continue, with the flags it was started with.
+    `auto`: the one at --out, or else the newest unfinished one under runs/ that fits; a new run if there is none."""
+    checkpoint_every: Annotated[int | None, unset("INT")] = None
     """Steps between checkpoints, inside the clock; 0: only at the end; default: at each validation."""
     keep: int = 2
     """Checkpoints kept on disk."""
-    micro_rows: int | None = None
+    micro_rows: Annotated[int | None, unset("INT")] = None
     """Rows per forward pass; default: the whole batch. Halves itself when memory runs out."""
     compile: bool = True
     """Use torch.compile where it works."""
@@ -121,32 +130,43 @@ class Train:
 
     @classmethod
     def from_recipe(cls, recipe: Recipe, **given: Any) -> "Train":
-        parts = {n: getattr(recipe, n) for n in ("model", "loader", "optim", "schedule", "validation")}
-        return cls(recipe=recipe.name, track=recipe.track, **parts, **given)
+        parts = {name: getattr(recipe, name) for name in PARTS}
+        return cls(**{"recipe": recipe.name, "track": recipe.track, **parts, **given})
+
+    @classmethod
+    def from_run(cls, path: Path) -> tuple[Recipe, "Train"]:
+        """The recipe and the flags that the run in a folder was started with."""
+        about = run_room.read_description(path)
+        recipe, options = recipe_from_dict(about["recipe"]), about["options"]
+        kept = {k: options[k] for k in ("seed", "compile", "checkpoint_every", "keep", "micro_rows") if k in options}
+        kept |= {"save": options.get("final_checkpoint", True), "machine": Machinery(threads=about["threads"])}
+        if about["track"] == "own":
+            kept |= {"data": Path(about["data"]["folder"]), "target": about["target"]}
+        else:
+            kept["track"] = about["track"]
+        return recipe, cls.from_recipe(recipe, **kept)
 
     def resolved(self, base: Recipe) -> Recipe:
-        parts = {n: getattr(self, n) for n in ("model", "loader", "optim", "schedule", "validation")}
-        return dataclasses.replace(base, **parts)
+        return dataclasses.replace(base, **{name: getattr(self, name) for name in PARTS})
 
 
 def train(args: Sequence[str]) -> int:
     resume = option(args, "resume")
-    name, track_name = option(args, "recipe"), option(args, "track")
-    if name and name not in LINEAGE or track_name and track_name not in TRACKS:
-        get_recipe(name or DEFAULT, get_track(track_name or "pocket").name)
-    if resume and resume != "auto":
-        about = RunFolder.open(Path(resume)).description
-        stored = recipe_from_dict(about["recipe"])
-        base = get_recipe(name, track_name or stored.track) if name else stored
-        own = Path(about["data"]["folder"]) if about["track"] == "own" else None
-        default = Train.from_recipe(base, seed=about["seed"], data=own, target=about["target"] if own else None)
-        if not own and not track_name:
-            default = dataclasses.replace(default, track=about["track"])
+    folder = Path(resume) if resume and resume != "auto" else None
+    if folder:
+        base, default = Train.from_run(folder)
     else:
-        base = get_recipe(name or DEFAULT, track_name or "pocket")
+        track_name = get_track(option(args, "track") or "pocket").name
+        base = get_recipe(option(args, "recipe") or DEFAULT, track_name)
         default = Train.from_recipe(base)
     given: Train = parse(Train, "train", args, default, "Train one model to a track's target; leaves a run folder.")
     recipe = given.resolved(base)
+    if folder and given.out:
+        raise UserError(f"--out {given.out} does not go with --resume {folder}: a run stays in its folder; drop --out.")
+    for name in ("recipe", "track") if folder else ():
+        old, new = getattr(default, name), getattr(given, name)
+        if old != new:
+            raise UserError(f"{folder} was started with --{name} {old}, not {new}; drop that, or start a new run.")
     if given.target is not None and given.data is None:
         raise UserError(f"--target {given.target} goes with --data; the target of track {given.track!r} is fixed.")
     track = own_track(given.data, given.target) if given.data else get_track(given.track)
@@ -155,16 +175,20 @@ def train(args: Sequence[str]) -> int:
 
 def run_training(given: Train, recipe: Recipe, track: Track) -> int:
     every = recipe.validation.every if given.checkpoint_every is None else given.checkpoint_every
-    if every < 0 or given.keep < 1 or (given.micro_rows is not None and given.micro_rows < 1) or given.seed < 0:
-        raise UserError("--checkpoint-every and --seed must not be negative, --keep and --micro-rows at least 1.")
+    for name, least in (("checkpoint_every", 0), ("keep", 1), ("micro_rows", 1)):
+        value = getattr(given, name)
+        if value is not None and value < least:
+            raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}.")
+    if not 0 <= given.seed < 2**63:
+        raise UserError(f"--seed is {given.seed}; it must lie between 0 and 2**63 - 1.")
     options = Options(given.seed, given.compile, every, given.keep, given.save, given.micro_rows)
     machine = choose(given.machine.device, given.machine.dtype, given.machine.threads)
     where: Path | None = None
     if given.resume == "auto":
         where = given.out if given.out and (given.out / "run.json").exists() else None
-        where = where or (None if given.out else run_room.newest_unfinished(recipe.name, track.name, given.seed))
+        where = where or (None if given.out else run_room.newest_unfinished(recipe, track, given.seed, say))
         if where is None:
-            console.print("nothing to resume: starting a new run", markup=False)
+            say("nothing to resume: starting a new run")
     elif given.resume:
         where = Path(given.resume)
     if where is not None:
@@ -175,24 +199,27 @@ def run_training(given: Train, recipe: Recipe, track: Track) -> int:
 
 
 def summarize(outcome: run_room.Outcome, given: Train, device: Any) -> int:
-    """What happened, in a few lines. Exit code 0 only for a run that ended well and reached its target, if it has one."""
+    """What happened, in a few lines. Exit code 0 only for a run that ended well and reached its target, if any."""
     result, target = outcome.result, outcome.target
-    say = lambda line: console.print(line, markup=False)  # noqa: E731
     if result["status"] == "interrupted":
-        say(f"Stopped and saved. To continue:\n  speedrun train --resume {outcome.folder}")
-        return 128 + signal.SIGINT
+        again = ["speedrun", "train", "--resume", str(outcome.folder)]
+        for name, value in (("device", given.machine.device), ("dtype", given.machine.dtype)):
+            again += [] if value == "auto" else [f"--{name}", value]
+        say(f"Stopped and saved. To continue:\n  {shlex.join(again)}")
+        return 128 + int(result["reason"].removeprefix("signal "))
     if result["status"] == "failed":
-        say(f"Failed: {result['reason']}. The weights before that step are untouched.\nrun folder   {outcome.folder}")
+        say(f"Failed: {result['reason']}; a lower learning rate may help (--optim.lr is {given.optim.lr:g}).")
+        say(f"run folder   {outcome.folder}")
         return 1
     loss = result["val_loss"]
     if target is not None:
         verdict = "reached" if outcome.reached else "NOT reached"
-        say(f"\ntarget       {target:.2f} {verdict}: validation loss {loss:.4f}")
+        say(f"\ntarget       {target:g} {verdict}: validation loss {loss:.4f}")
     else:
         say(f"\nloss         {loss:.4f} on the validation split (no target)")
     timed = "" if result["timed"] else " (resumed, so not a time that counts)"
     say(f"trained      {result['train_time']:.1f} s on the clock{timed}, {result['steps']:,} steps")
-    say(f"tokens       {result['tokens']:,}, {result['tokens_per_second']:,.0f} a second")
+    say(f"tokens       {result['tokens']:,}, {result['tokens_per_second']:,.0f} per second")
     say(f"peak memory  {', '.join(f'{v:,.0f} MiB {k}' for k, v in result['peak_memory'].items())}")
     if given.sample and given.save and (outcome.folder / "tokenizer.json").exists():
         model, tokenizer, _ = sample_room.load_model(outcome.folder, device)
@@ -211,14 +238,16 @@ def tracks(args: Sequence[str]) -> int:
         """List the tracks."""
 
     parse(Tracks, "tracks", args, about="List the tracks: what must be reached, on which tokens.")
-    table = Table("track", "target", "what", "data", box=None)
+    table = Table("track", "target loss", "data", "what", box=None)
     for track in TRACKS.values():
         try:
-            data = str(track.locate().path)
+            track.locate()
+            data = "ready"
         except UserError:
-            data = "not prepared"
-        table.add_row(track.name, f"{track.target:.2f}", track.about, data)
-    console.print(table)
+            data = "missing"
+        table.add_row(track.name, f"{track.target:g} nats", data, track.about)
+    say(table)
+    say("`speedrun doctor` tells where the data lies, and how to get what is missing.")
     return 0
 
 
@@ -249,24 +278,23 @@ def recipes(args: Sequence[str]) -> int:
                 ", ".join(sizes),
                 next(iter(sizes.values()))().about,
             )
-        console.print(table)
+        say(table)
+        say("`speedrun recipes show NAME` lists every field of one.")
         return 0
     if given.action != "show":
         raise UserError(f"Unknown action {given.action!r}; use `speedrun recipes` or `speedrun recipes show NAME`.")
     recipe = get_recipe(given.name or DEFAULT, get_track(given.track).name)
     counts = count_parameters(recipe.model)
-    console.print(f"{recipe.name} at {recipe.track} size: {recipe.about}", markup=False)
+    say(f"{recipe.name} at {recipe.track} size: {recipe.about}")
     parts = ", ".join(f"{k} {v / 1e6:.2f} M" for k, v in counts.items())
-    console.print(
-        f"{sum(counts.values()) / 1e6:.2f} M parameters ({parts}), {recipe.schedule.tokens / 1e6:.2f} M tokens",
-        markup=False,
-    )
+    say(f"{sum(counts.values()) / 1e6:.2f} M parameters ({parts})")
+    say(f"{recipe.schedule.tokens / 1e6:,.2f} M training tokens")
     table = Table("field", "value", "meaning", box=None)
     explained = meanings(Recipe)
     for name, value in fields_of(recipe).items():
         if "." in name:
-            table.add_row(name, str(value), explained.get(name, ""))
-    console.print(table)
+            table.add_row(name, f"{value:g}" if isinstance(value, float) else str(value), explained[name])
+    say(table)
     return 0
 
 
@@ -282,7 +310,7 @@ class Prepare:
 class Verify:
     """Check every token file against its sha256."""
 
-    folder: Annotated[Path | None, tyro.conf.Positional] = None
+    folder: Annotated[Path | None, tyro.conf.Positional, unset("PATH")] = None
     """A folder made by `speedrun data encode`; default: the pocket corpus."""
 
 
@@ -290,7 +318,7 @@ class Verify:
 class Encode:
     """Turn your own text into a token folder for `speedrun train --data`."""
 
-    files: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    files: Annotated[tuple[Path, ...], tyro.conf.Positional, unset("PATH ...")]
     """Text files, .jsonl files with a text field, or folders of them."""
     out: Path
     """The token folder to make."""
@@ -298,7 +326,7 @@ class Encode:
     """`pocket`, or the path of a tokenizer.json."""
     val_fraction: float = 0.05
     """Share of the documents that become the validation split."""
-    processes: int | None = None
+    processes: Annotated[int | None, unset("INT")] = None
     """Worker processes; default: one per usable core. Does not change the result."""
 
 
@@ -313,8 +341,7 @@ def data(args: Sequence[str]) -> int:
 
 def _prepare(args: Sequence[str]) -> int:
     parse(Prepare, "data prepare", args)
-    tokens = pocket.prepare(notice=console.print)
-    return _describe(tokens)
+    return _describe(pocket.prepare(notice=say))
 
 
 def _verify(args: Sequence[str]) -> int:
@@ -332,15 +359,15 @@ def _encode(args: Sequence[str]) -> int:
         given.tokenizer,
         val_fraction=given.val_fraction,
         processes=given.processes,
-        notice=console.print,
+        notice=say,
     )
     return _describe(tokens)
 
 
 def _describe(tokens: TokenFolder) -> int:
     for name, file in sorted(tokens.files.items()):
-        console.print(f"{name}  {file.tokens:>12,} tokens  sha256 {file.sha256[:16]}…", markup=False)
-    console.print(f"good: {tokens.path}", markup=False)
+        say(f"{name:18}  {file.tokens:>13,} tokens  sha256 {file.sha256[:16]}…")
+    say(f"good: {tokens.path}")
     return 0
 
 
@@ -358,17 +385,20 @@ class Sample:
     tokens: int = 200
     """Longest continuation, in tokens; it ends earlier where the model ends the document."""
     temperature: float = 0.8
-    """0 always takes the likeliest token."""
-    top_k: int | None = 50
+    """How much chance there is in the choice; 0 always takes the likeliest token."""
+    top_k: Annotated[int | None, tyro.conf.arg(metavar="INT|None")] = 50
     """Choose among so many likeliest tokens; None: all."""
     seed: int = 0
     """Another seed, another text."""
-    machine: Annotated[Machinery, tyro.conf.arg(name="")] = field(default_factory=Machinery)
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:N or mps."""
+    threads: Annotated[int | None, unset("INT")] = None
+    """CPU threads; default: all usable cores."""
 
 
 def sample(args: Sequence[str]) -> int:
     given: Sample = parse(Sample, "sample", args)
-    machine = choose(given.machine.device, "float32", given.machine.threads)
+    machine = choose(given.device, "float32", given.threads)
     model, tokenizer, _ = sample_room.load_model(given.run, machine.device)
     text = sample_room.sample_text(
         model,
@@ -385,10 +415,10 @@ def sample(args: Sequence[str]) -> int:
 
 def doctor(args: Sequence[str]) -> int:
     given: Machinery = parse(Machinery, "doctor", args, about="What this machine will use and why; what is missing.")
-    table = Table("", "what", "chosen", "why", box=None)
-    for finding in doctor_room.examine(given.device, given.dtype, given.threads):
-        table.add_row("ok" if finding.good else "--", finding.what, finding.chosen, finding.why)
-    console.print(table)
+    findings = doctor_room.examine(given.device, given.dtype, given.threads)
+    width = max(len(finding.what) for finding in findings)
+    for f in findings:
+        say(f"ok  {f.what:{width}}  {f.chosen} ({f.why})" if f.good else f"--  {f.what:{width}}  {f.chosen}: {f.why}")
     return 0
 
 
@@ -412,7 +442,8 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
 
 def dispatch(prog: str, actions: dict[str, Callable[[Sequence[str]], int]], args: Sequence[str], about: str) -> int:
     if not args or args[0] in ("-h", "--help"):
-        print(f"usage: {prog} {{{','.join(actions)}}} ...\n\n{about}\n`{prog} COMMAND --help` explains one.")
+        usage = f"usage: {prog} {{{','.join(actions)}}} ...\n\n{about}\n`{prog} COMMAND --help` explains one."
+        print(usage, file=sys.stdout if args else sys.stderr)
         return 0 if args else 2
     if args[0] not in actions:
         raise UserError(f"Unknown command {args[0]!r}.{nearest(args[0], actions)}")
@@ -421,13 +452,16 @@ def dispatch(prog: str, actions: dict[str, Callable[[Sequence[str]], int]], args
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = sys.argv[1:] if argv is None else list(argv)
-    if args == ["--version"]:
-        print(f"speedrun {speedrun.__version__}")
-        return 0
     lines = "\n".join(f"  {name:9} {text}" for name, (_, text) in COMMANDS.items())
+    about = f"Train GPTs to a target validation loss as fast as this machine allows, and prove it.\n\n{lines}\n"
     try:
-        about = f"Train GPTs to a target validation loss as fast as this machine allows, and prove it.\n\n{lines}\n"
-        return dispatch("speedrun", {name: call for name, (call, _) in COMMANDS.items()}, args, about)
+        try:
+            if args == ["--version"]:
+                print(f"speedrun {speedrun.__version__}")
+                return 0
+            return dispatch("speedrun", {name: call for name, (call, _) in COMMANDS.items()}, args, about)
+        finally:
+            sys.stdout.flush()  # here, where a reader that has left can still be told from a bug
     except UserError as e:
         print(f"speedrun: {e}", file=sys.stderr)
         return 2
@@ -435,5 +469,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("speedrun: stopped", file=sys.stderr)
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left; so do we
-        return 0
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `| head` has seen enough
+        return 1

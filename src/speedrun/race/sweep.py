@@ -8,12 +8,15 @@ shapes of different speed are compared fairly. Every trial is a process of its o
 the same command continues where it was stopped. Only the validation split is ever read.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
 import json
 import math
 import random
+import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -21,15 +24,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import tyro
 from rich.console import Console
 from rich.table import Table
 
-from speedrun.errors import UserError
-from speedrun.files import explained, write_json
+from speedrun.errors import UserError, nearest
+from speedrun.files import explained, write_atomic, write_json
 from speedrun.recipes import DEFAULT, get_recipe
-from speedrun.tracks import get_track
+from speedrun.tracks import get_track, own_track
 from speedrun.train.config import Recipe, fields_of, with_fields
 from speedrun.train.runlog import read_metrics, read_result
 
@@ -39,17 +43,19 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sweep:
-    vary: tuple[str, ...] = ()
+    vary: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FIELD=VALUES ...", help_behavior_hint="")] = ()
     """FIELD=a,b,c or FIELD=low..high or FIELD=low..high:log; `speedrun recipes show NAME` lists the fields."""
     recipe: str = DEFAULT
     """Where the search starts: the first candidate is the recipe as it is."""
     track: str = "pocket"
-    """On which track."""
-    fix: tuple[str, ...] = ()
+    """On which track. With --data: at the size of which track."""
+    data: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")] = None
+    """A folder made by `speedrun data encode`, instead of a track's tokens."""
+    fix: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FIELD=VALUE ...", help_behavior_hint="")] = ()
     """FIELD=value, changed in every candidate."""
     method: Literal["coordinate", "halving", "random", "grid"] = "coordinate"
-    """coordinate: one field at a time, keeping the best; halving: many short trials, the best ones go on longer;
-    random: independent draws; grid: all combinations of lists."""
+    """coordinate: one field at a time, keeping the best; grid: all combinations (a range is five values for both);
+    halving: many short trials, the best ones go on longer; random: independent draws."""
     trials: int = 9
     """Candidates drawn by halving and random."""
     eta: int = 3
@@ -60,16 +66,16 @@ class Sweep:
     """Coordinate: times through all fields, unless nothing improves any more."""
     seeds: tuple[int, ...] = (0,)
     """Seeds of each candidate; their mean loss counts."""
-    clock: float | None = None
-    """Seconds of training per candidate: steps follow from a short timing of it. None: the recipe's steps."""
+    clock: Annotated[float | None, tyro.conf.arg(metavar="SECONDS", help_behavior_hint="")] = None
+    """Training time of each candidate: steps follow from a short timing of it; default: the recipe's steps."""
     budget: float = 60.0
     """Minutes; no trial is started after that. Time spent before a restart counts."""
     draw: int = 0
     """Seed of the random draws."""
     out: Path = Path("sweeps/sweep")
     """Where rows.jsonl is kept; the same folder continues."""
-    threads: int | None = None
-    """CPU threads of each trial."""
+    threads: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
+    """CPU threads of each trial; default: all usable cores."""
 
 
 @dataclass
@@ -86,8 +92,10 @@ class Range:
     @classmethod
     def parse(cls, text: str, recipe: Recipe) -> "Range":
         name, _, values = text.partition("=")
-        with_fields(recipe, {name: fields_of(recipe).get(name)})  # refuses an unknown field by its nearest name
-        old = fields_of(recipe)[name]
+        known = {field: value for field, value in fields_of(recipe).items() if "." in field}
+        if name not in known:
+            raise UserError(f"Recipe {recipe.name!r} has no field {name!r}.{nearest(name, known)}")
+        old = known[name]
         if ".." in values:
             body, _, kind = values.partition(":")
             low, _, high = body.partition("..")
@@ -97,8 +105,11 @@ class Range:
                 raise UserError(
                     f"{text!r} is no range; write {name}=low..high, with :log for a logarithmic one."
                 ) from None
-            if kind not in ("", "log") or not bounds[0] < bounds[1] or (kind == "log" and bounds[0] <= 0):
-                raise UserError(f"{text!r} is no range; low must be below high, and above 0 for :log.")
+            if isinstance(old, bool) or not isinstance(old, (int, float)):
+                raise UserError(f"{text!r} is a range, but {name} is no number (it is {old!r} now); list its values.")
+            least = 0.0 if kind == "log" else -math.inf
+            if kind not in ("", "log") or not least < bounds[0] < bounds[1] < math.inf:
+                raise UserError(f"{text!r} is no range; low must be below high, both finite, and above 0 for :log.")
             return cls(name, low=bounds[0], high=bounds[1], log=kind == "log", whole=isinstance(old, int))
         choices = [value_of(v, old, name) for v in values.split(",") if v != ""]
         if not choices:
@@ -132,7 +143,7 @@ def value_of(text: str, old: Any, name: str) -> Any:
             return {"true": True, "false": False}[text.lower()]
         return type(old)(text) if isinstance(old, (int, float, str)) else json.loads(text)
     except (KeyError, ValueError):
-        raise UserError(f"{name}={text} does not fit: it is {old!r} now, a {type(old).__name__}.") from None
+        raise UserError(f"{name}={text} does not fit: its type is {type(old).__name__}, as in {old!r}.") from None
 
 
 class BudgetSpent(Exception):
@@ -142,18 +153,14 @@ class BudgetSpent(Exception):
 class Bench:
     """Runs candidates, remembers their rows, and knows what the budget allows."""
 
-    def __init__(self, given: Sweep, base: Recipe, console: Console) -> None:
-        self.given, self.base, self.console = given, base, console
+    def __init__(self, given: Sweep, base: Recipe, fixed: Fields, console: Console) -> None:
+        self.given, self.base, self.fixed, self.console = given, base, fixed, console
         self.rows_file = given.out / "rows.jsonl"
-        self.rows: list[dict[str, Any]] = []
-        if self.rows_file.exists():
-            for line in self.rows_file.read_text().splitlines():
-                try:
-                    self.rows.append(json.loads(line))
-                except ValueError:
-                    console.print(f"a torn row in {self.rows_file} is dropped", markup=False)
-            with explained(self.rows_file):
-                self.rows_file.write_text("".join(json.dumps(r) + "\n" for r in self.rows))
+        self.rows = read_rows(self.rows_file)
+        whole = "".join(json.dumps(row, allow_nan=False) + "\n" for row in self.rows)
+        if self.rows_file.exists() and whole != self.rows_file.read_text():
+            console.print(f"the last row of {self.rows_file} was torn; it is dropped")
+            write_atomic(self.rows_file, whole)
         self.known = {r["key"]: r for r in self.rows}
 
     @property
@@ -162,13 +169,14 @@ class Bench:
 
     def loss(self, changes: Fields, share: float = 1.0) -> float:
         """Mean loss of a candidate over the seeds, at a share of its full steps; infinite for one that fails."""
+        usual = fields_of(self.base)
+        changes = {name: value for name, value in changes.items() if value != usual[name]}
         try:
-            full = self.full_steps(changes)
+            steps = max(1, round(share * self.full_steps(changes)))
         except UserError as e:
-            self.console.print(f"  skipped {show(changes)}: {e}", markup=False)
+            self.console.print(f"  skipped {self.show(changes)}: {e}")
             return math.inf
-        steps = max(1, round(share * full))
-        return statistics.mean(self.trial(changes, seed, steps)["loss"] for seed in self.given.seeds)
+        return statistics.mean(loss_of(self.run_once("trial", changes, seed, steps)) for seed in self.given.seeds)
 
     def full_steps(self, changes: Fields) -> int:
         recipe = with_fields(self.base, changes)
@@ -192,9 +200,6 @@ class Bench:
             raise UserError(f"the timing run failed ({row['status']})")
         return float(row["step_seconds"])
 
-    def trial(self, changes: Fields, seed: int, steps: int) -> dict[str, Any]:
-        return self.run_once("trial", changes, seed, steps)
-
     def run_once(self, kind: str, changes: Fields, seed: int, steps: int) -> dict[str, Any]:
         key = hashlib.sha256(json.dumps([kind, sorted(changes.items()), seed, steps]).encode()).hexdigest()[:16]
         if key in self.known:
@@ -203,15 +208,14 @@ class Bench:
             raise BudgetSpent
         row = self.execute(kind, changes, seed, steps, key)
         with explained(self.rows_file), open(self.rows_file, "a") as f:
-            f.write(json.dumps(row) + "\n")
+            f.write(json.dumps(row, allow_nan=False) + "\n")
         self.rows.append(row)
         self.known[key] = row
-        if kind == "trial":
-            text = f"{row['loss']:.4f}" if row["status"] == "ok" else row["status"]
-            self.console.print(
-                f"  {len(self.rows):4}  {text:>8}  {steps:6} steps  {row['minutes']:5.1f} min  {show(changes)} seed={seed}",
-                markup=False,
-            )
+        text = f"loss {row['loss']:.4f}" if row["status"] == "ok" else row["status"]
+        text = f"{1000 * row['step_seconds']:.1f} ms/step" if "step_seconds" in row and kind != "trial" else text
+        self.console.print(
+            f"  {text:>12}  {steps:6} steps  {row['minutes']:5.1f} min  {self.show(changes)}  seed {seed}"
+        )
         return row
 
     def execute(self, kind: str, changes: Fields, seed: int, steps: int, key: str) -> dict[str, Any]:
@@ -219,53 +223,53 @@ class Bench:
         wanted = {**changes, "schedule.steps": steps}
         if kind == "calibration":
             wanted["validation.every"] = 10**9
-        command = [
-            sys.executable,
-            "-m",
-            "speedrun",
-            "train",
-            "--recipe",
-            self.given.recipe,
-            "--track",
-            self.given.track,
-        ]
-        command += [
-            "--seed",
-            str(seed),
-            "--out",
-            str(folder),
-            "--checkpoint-every",
-            "0",
-            "--save",
-            "False",
-            "--sample",
-            "False",
-        ]
-        if self.given.threads:
-            command += ["--threads", str(self.given.threads)]
-        for name, value in wanted.items():
-            command += [f"--{name.replace('_', '-')}", str(value)]
+        command = [sys.executable, "-m", "speedrun", *self.train_command(wanted), "--seed", str(seed)]
+        command += ["--out", str(folder), "--checkpoint-every", "0", "--save", "False", "--sample", "False"]
         began = time.monotonic()
         done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+            raise KeyboardInterrupt  # somebody stopped the trial: that says nothing about the candidate
         row: dict[str, Any] = {"key": key, "kind": kind, "fields": changes, "seed": seed, "steps": steps}
         row["minutes"] = (time.monotonic() - began) / 60
         if done.returncode not in (0, 1) or not (folder / "result.json").exists():
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            if done.returncode == 2:
-                raise UserError(last.removeprefix("speedrun: "))
-            return row | {"status": f"crashed: {last}", "loss": math.inf}
+            return row | {"status": f"no result: {last.removeprefix('speedrun: ')}", "loss": None}
         result = read_result(folder)
         ok = result["status"] == "ok"
-        row |= {"status": result["status"], "loss": float(result["val_loss"]) if ok else math.inf}
+        status = "ok" if ok else f"{result['status']}: {result['reason']}"
+        row |= {"status": status, "loss": float(result["val_loss"]) if ok else None}
         row |= {"train_time": result["train_time"], "tokens": result["tokens"]}
         times = [m["time"] for m in read_metrics(folder, "train")]
         if ok and len(times) > 1:
             row["step_seconds"] = statistics.median(b - a for a, b in itertools.pairwise(times))
         return row
 
+    def show(self, changes: Fields) -> str:
+        """What sets a candidate apart; what is fixed in all of them is not repeated."""
+        return " ".join(f"{k}={v}" for k, v in changes.items() if self.fixed.get(k) != v) or "the start"
 
-def show(changes: Fields) -> str:
-    return " ".join(f"{k}={v}" for k, v in changes.items()) or "the recipe as it is"
+    def train_command(self, fields: Fields) -> list[str]:
+        """`train ...` with these fields, on the tokens of this sweep."""
+        words = ["train", "--recipe", self.given.recipe, "--track", self.given.track]
+        words += ["--data", str(self.given.data)] if self.given.data else []
+        words += ["--threads", str(self.given.threads)] if self.given.threads else []
+        for name, value in fields.items():
+            words += [f"--{name.replace('_', '-')}", str(value)]
+        return words
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """The whole rows of a rows.jsonl; one that a kill has torn does not count."""
+    rows = []
+    for line in file.read_text().splitlines() if file.exists() else ():
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line, parse_constant=lambda _: None))  # rows once said Infinity instead of null
+    return rows
+
+
+def loss_of(row: dict[str, Any]) -> float:
+    """A failed trial has no loss, which counts as infinite."""
+    return math.inf if row["loss"] is None else float(row["loss"])
 
 
 # -------------------------------------------------------------------- methods
@@ -315,53 +319,79 @@ METHODS = {"coordinate": coordinate, "halving": halving, "random": draws, "grid"
 
 def run(given: Sweep, console: Console) -> int:
     base = get_recipe(given.recipe, get_track(given.track).name)
-    get_track(given.track).locate()
-    for name, least in (("trials", 1), ("eta", 2), ("rungs", 1), ("rounds", 1)):
-        if getattr(given, name) < least:
-            raise UserError(f"--{name} is {getattr(given, name)}; it must be at least {least}.")
-    if not given.seeds:
-        raise UserError("--seeds is empty; name at least one.")
-    fixed = {r.name: r.choices[0] for r in (Range.parse(t, base) for t in given.fix) if r.choices}
+    for name, least in (("trials", 1), ("eta", 2), ("rungs", 1), ("rounds", 1), ("budget", 0), ("threads", 1)):
+        value = getattr(given, name)
+        if value is not None and not value >= least:
+            raise UserError(f"--{name} is {value}; it must be at least {least}.")
+    if given.clock is not None and not 0 < given.clock < math.inf:
+        raise UserError(f"--clock is {given.clock}; it must be above 0 seconds.")
+    if not given.seeds or min(given.seeds) < 0:
+        raise UserError(f"--seeds is {' '.join(map(str, given.seeds)) or 'empty'}; name at least one, none negative.")
+    fixed = dict(fixed_value(text, base) for text in given.fix)
     ranges = [Range.parse(text, base) for text in given.vary]
     with_fields(base, fixed)
+    if given.clock is not None and "schedule.steps" in {*fixed, *(axis.name for axis in ranges)}:
+        raise UserError(f"--clock {given.clock:g} decides the steps; drop schedule.steps, or --clock.")
+    track = own_track(given.data, None) if given.data else get_track(given.track)
+    track.locate()
     plan = {k: v for k, v in dataclasses.asdict(given).items() if k not in ("budget", "out")}
-    plan = json.loads(json.dumps({**plan, "base": fields_of(base)}))
+    plan = json.loads(json.dumps({**plan, "data": track.files if given.data else None, "base": fields_of(base)}))
     plan_file = given.out / "sweep.json"
     if plan_file.exists():
-        stored = json.loads(plan_file.read_text())
+        stored = read_plan(plan_file)
         odd = sorted(k for k in {*plan, *stored} if plan.get(k) != stored.get(k))
         if odd:
-            raise UserError(f"{given.out} holds another sweep ({', '.join(odd)} differ); choose another --out.")
+            raise UserError(f"{given.out} holds a sweep with another {', '.join(odd)}; choose another --out.")
     else:
         write_json(plan_file, plan)
-    bench = Bench(given, base, console)
+    bench = Bench(given, base, fixed, console)
     try:
         METHODS[given.method](bench, ranges, fixed)
-        console.print("search complete", markup=False)
+        console.print("search complete")
     except BudgetSpent:
-        console.print(f"budget of {given.budget:g} minutes spent; raise --budget to go on", markup=False)
+        console.print(f"the budget of {given.budget:g} minutes is spent; raise --budget to go on")
     report(bench, console)
     return 0
 
 
+def fixed_value(text: str, recipe: Recipe) -> tuple[str, Any]:
+    one = Range.parse(text, recipe)
+    if len(one.choices) != 1:
+        raise UserError(f"{text!r} does not fix a value; write {one.name}=value, or search it with --vary.")
+    return one.name, one.choices[0]
+
+
+def read_plan(file: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(file.read_text()))
+    except (ValueError, TypeError) as e:
+        raise UserError(f"{file} is damaged: it is not readable JSON. Restore it, or choose another --out.") from e
+
+
 def report(bench: Bench, console: Console) -> None:
-    table = Table("mean loss", "seeds", "steps", "tokens", "clock s", "fields", box=None)
+    table = Table("mean loss", "seeds", "steps", "tokens", "seconds", box=None)
+    table.add_column("fields", overflow="fold")
     ranked = sorted(grouped(bench.rows), key=lambda g: g[0])
     for loss, rows in ranked[:15]:
         first = rows[0]
         seconds = statistics.mean(r.get("train_time", math.nan) for r in rows)
         table.add_row(
-            f"{loss:.4f}",
+            f"{loss:.4f}" if loss < math.inf else "failed",
             str(len(rows)),
             str(first["steps"]),
             f"{first.get('tokens', 0):,}",
             f"{seconds:.1f}",
-            show(first["fields"]),
+            bench.show(first["fields"]),
         )
-    console.print(table)
-    console.print("effort so far, all sweeps beside this one:", markup=False)
+    if ranked:
+        console.print(table)
+    if ranked and ranked[0][0] < math.inf:
+        best = ranked[0][1][0]
+        words = bench.train_command({**best["fields"], "schedule.steps": best["steps"]})
+        console.print(f"the best of them:\n  {shlex.join(['speedrun', *words])}")
+    console.print(f"effort so far, all sweeps in {bench.given.out.parent}:")
     for name, (trials, minutes) in effort(bench.given.out.parent).items():
-        console.print(f"  {name}: {trials} trials, {minutes:.1f} minutes", markup=False)
+        console.print(f"  {name}: {trials} trials, {minutes:.1f} minutes")
 
 
 def grouped(rows: list[dict[str, Any]]) -> Iterator[tuple[float, list[dict[str, Any]]]]:
@@ -371,17 +401,18 @@ def grouped(rows: list[dict[str, Any]]) -> Iterator[tuple[float, list[dict[str, 
         if row["kind"] == "trial":
             same.setdefault(json.dumps([sorted(row["fields"].items()), row["steps"]]), []).append(row)
     for members in same.values():
-        yield statistics.mean(r["loss"] for r in members), members
+        yield statistics.mean(map(loss_of, members)), members
 
 
 def effort(folder: Path) -> dict[str, tuple[int, float]]:
     """Trials and minutes spent on each recipe, over the sweeps in a folder: what 'equal effort' is measured by."""
     spent: dict[str, tuple[int, float]] = {}
     for plan in sorted(folder.glob("*/sweep.json")):
-        stored = json.loads(plan.read_text())
-        rows_file = plan.with_name("rows.jsonl")
-        rows = [json.loads(line) for line in rows_file.read_text().splitlines()] if rows_file.exists() else []
-        name = f"{stored['recipe']} on {stored['track']}"
+        try:
+            stored, rows = read_plan(plan), read_rows(plan.with_name("rows.jsonl"))
+        except UserError:
+            continue  # somebody else's sweep, and no reason to lose this one's report
+        name = f"{stored['recipe']} on {'own data' if stored.get('data') else stored['track']}"
         trials, minutes = spent.get(name, (0, 0.0))
         spent[name] = (
             trials + sum(r["kind"] == "trial" for r in rows),

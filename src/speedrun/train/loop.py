@@ -9,10 +9,11 @@ A checkpoint is thus the state between two steps, and a resumed run goes on exac
 
 import contextlib
 import copy
+import itertools
 import math
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -68,7 +69,7 @@ def share(rows: int, parts: int) -> list[slice]:
     """Whole rows dealt to `parts`, the first ones getting one more where it does not divide (8 to 3: 3, 3, 2)."""
     base, extra = divmod(rows, parts)
     edges = [i * base + min(i, extra) for i in range(parts + 1)]
-    return [slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    return [slice(a, b) for a, b in itertools.pairwise(edges)]
 
 
 def document_numbers(batch: Batch) -> Tensor | None:
@@ -136,7 +137,7 @@ class Trainer:
                 total = torch.zeros((), device=self.device)
                 for part in share(rows, math.ceil(rows / size)):
                     loss = self.micro_loss(batch.rows(part.start, part.stop)) / counted
-                    loss.backward()  # type: ignore[no-untyped-call]
+                    loss.backward()
                     total += loss.detach()
                 return total.item()
             except (torch.OutOfMemoryError, MemoryError, RuntimeError) as e:
@@ -286,15 +287,25 @@ class Trainer:
 
     # ---------------------------------------------------------------- the run
 
-    def batches(self) -> Prefetcher:
-        loader = Loader(
+    def loader(self, notice: Callable[[str], None]) -> Loader:
+        return Loader(
             self.tokens.shards("train"),
             self.recipe.loader,
             bos=self.tokens.bos,
             vocab_size=self.tokens.vocab_size,
             seed=self.options.seed,
-            notice=self.say,
+            notice=notice,
         )
+
+    def check_data(self) -> None:
+        """Make one batch of each shape: what is wrong with the data is told before minutes of compiling, not after."""
+        for rows, length in self.recipe.schedule.shapes():
+            self.loader(notice=lambda _: None).next(rows, length)
+        for split in self.options.splits:
+            next(self.validation_batches(split))
+
+    def batches(self) -> Prefetcher:
+        loader = self.loader(notice=self.say)
         if self.loader_state is not None:
             loader.load_state_dict(self.loader_state)
         stages = (self.recipe.schedule.at(s) for s in range(self.start, self.steps))
@@ -302,6 +313,7 @@ class Trainer:
 
     def run(self, saved: checkpoint.Checkpoint | None = None) -> dict[str, Any]:
         """Train to the last step; the returned result is also result.json."""
+        self.check_data()
         for line in self.machine.lines():
             self.say(line)
         self.say(

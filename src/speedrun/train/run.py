@@ -4,22 +4,26 @@ start(...)   a fresh run folder
 resume(...)  an existing one, from its newest good checkpoint
 """
 
+import contextlib
 import dataclasses
 import shutil
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError
+from speedrun.files import locked
+from speedrun.tracks import Track
 from speedrun.train import checkpoint
 from speedrun.train.config import Recipe, differences, recipe_from_dict, to_dict, with_fields
 from speedrun.train.device import Machine
 from speedrun.train.loop import Options, Trainer
 from speedrun.train.progress import Report
-from speedrun.train.runlog import RunFolder, read_result
-from speedrun.tracks import Track
+from speedrun.train.runlog import RUN, RunFolder, read_metrics, read_result, read_run
 
 
 @dataclass(frozen=True)
@@ -60,58 +64,50 @@ def start(
         "track": track.name,
         "target": track.target,
         "seed": options.seed,
-        "data": {"folder": str(tokens.path), "files": {n: f.sha256 for n, f in tokens.files.items()}},
+        "data": {"folder": str(tokens.path.resolve()), "files": hashes(tokens)},
         "options": dataclasses.asdict(options),
         "machine": machine.lines(),
         "threads": machine.threads,
     }
+    made = [p for p in (path, *path.parents) if not p.exists()]
     folder = RunFolder.create(path, description, console=report.line)
-    if tokens.tokenizer_path.exists():
-        shutil.copyfile(tokens.tokenizer_path, path / "tokenizer.json")
-    return _train(recipe, track, tokens, machine, options, folder, report, None)
+    with only_here(path):
+        try:
+            return _train(recipe, track, tokens, machine, options, folder, report, None)
+        except (UserError, KeyboardInterrupt):
+            if not read_metrics(path, "train"):  # no step was done: leave everything as it was
+                for inside in path.iterdir():
+                    shutil.rmtree(inside) if inside.is_dir() else inside.unlink()
+                for empty in made:
+                    with contextlib.suppress(OSError):
+                        empty.rmdir()
+            raise
 
 
 def resume(
-    path: Path,
-    recipe: Recipe | None,
-    track: Track | None,
-    machine: Machine,
-    options: Options,
-    *,
-    quiet: bool = False,
+    path: Path, recipe: Recipe, track: Track, machine: Machine, options: Options, *, quiet: bool = False
 ) -> Outcome:
-    """Continue the run in `path`. `recipe` and `track`, when given, must be those of the run."""
-    stored = RunFolder.open(path)
-    about = stored.description
-    original = recipe_from_dict(about["recipe"])
-    assert track is not None
-    if track.name != about["track"]:
-        raise UserError(
-            f"{path} is a run on track {about['track']!r}, not {track.name!r}; drop --track or start a new run."
-        )
+    """Continue the run in `path`, which must have been started with this recipe, track, data and seed."""
+    problem = obstacle(path, recipe, track, options.seed)
+    if problem:
+        raise UserError(problem)
     tokens = track.locate()
-    recipe = original if recipe is None else fit_to_tokens(recipe, tokens, track)
-    changed = differences(original, recipe)
-    if changed:
-        raise UserError(f"{path} was started with another recipe ({'; '.join(changed)}); start a new run for that.")
-    hashes = {n: f.sha256 for n, f in tokens.files.items()}
-    if hashes != about["data"]["files"]:
-        odd = sorted(n for n in {*hashes, *about["data"]["files"]} if hashes.get(n) != about["data"]["files"].get(n))
-        raise UserError(f"{path} was started on other data ({', '.join(odd)} differ); start a new run for that.")
-    if options.seed != about["seed"]:
-        raise UserError(f"{path} was started with seed {about['seed']}, not {options.seed}; start a new run for that.")
+    recipe = fit_to_tokens(recipe, tokens, track)
     options = dataclasses.replace(options, val_tokens=track.val_tokens)
     report = Report(recipe.schedule.steps, quiet=quiet)
-    folder = RunFolder.open(path, console=report.line)
-    saved = checkpoint.newest_good(folder.checkpoints, notice=folder.log)
-    if saved is not None and saved.step >= recipe.schedule.steps and (path / "result.json").exists():
-        raise UserError(f"{path} is finished; there is nothing to resume.")
-    if machine.threads != about["threads"]:
-        folder.log(f"{machine.threads} threads, {about['threads']} before: losses may differ in the last bits")
-    step = 0 if saved is None else saved.step
-    checkpoint.drop_later(folder.checkpoints, step, folder.log)
-    folder.cut_back(step, "resumed")
-    return _train(recipe, track, tokens, machine, options, folder, report, saved)
+    with only_here(path):
+        folder = RunFolder.open(path, console=report.line)
+        about = folder.description
+        notices: list[str] = []
+        saved = checkpoint.newest_good(folder.checkpoints, notice=notices.append)
+        for notice in notices:  # only now: a resume that cannot go on must not even touch the log
+            folder.log(notice)
+        if machine.threads != about["threads"]:
+            folder.log(f"{machine.threads} threads, {about['threads']} before: losses may differ in the last bits")
+        step = 0 if saved is None else saved.step
+        checkpoint.drop_later(folder.checkpoints, step, folder.log)
+        folder.cut_back(step, "resumed")
+        return _train(recipe, track, tokens, machine, options, folder, report, saved)
 
 
 def _train(
@@ -124,9 +120,20 @@ def _train(
     report: Report,
     saved: checkpoint.Checkpoint | None,
 ) -> Outcome:
+    if tokens.tokenizer_path.exists() and not (folder.path / "tokenizer.json").exists():
+        shutil.copyfile(tokens.tokenizer_path, folder.path / "tokenizer.json")
     with report:
         trainer = Trainer(recipe, tokens, machine, options, folder, report)
         return Outcome(folder.path, trainer.run(saved), track.target)
+
+
+def only_here(path: Path) -> AbstractContextManager[None]:
+    """Two processes that train in one folder would spoil it; the lock goes with its holder, however that one ends."""
+
+    def refuse() -> None:
+        raise UserError(f"Another process is training in {path}; wait for it, or start a new run.")
+
+    return locked(path / ".lock", refuse)
 
 
 def new_run_path(recipe: Recipe, track: Track, seed: int) -> Path:
@@ -138,17 +145,45 @@ def new_run_path(recipe: Recipe, track: Track, seed: int) -> Path:
     raise UserError(f"runs/ already has a thousand folders named {stem}; clean up or choose one with --out.")
 
 
-def newest_unfinished(recipe: str, track: str, seed: int) -> Path | None:
-    """The newest folder under runs/ of this recipe, track and seed that has no result yet, or was interrupted."""
-    found = []
-    for path in Path("runs").glob(f"{track}-{recipe}-s{seed}-*"):
-        if (path / "run.json").exists() and not finished(path):
-            found.append((path.stat().st_mtime_ns, path))
-    return max(found)[1] if found else None
+def hashes(tokens: TokenFolder) -> dict[str, str]:
+    return {name: file.sha256 for name, file in tokens.files.items()}
 
 
-def finished(path: Path) -> bool:
-    """A result that is not just 'interrupted' ends a run for good."""
-    if not (path / "result.json").exists():
-        return False
-    return read_result(path).get("status") != "interrupted"
+def read_description(path: Path) -> dict[str, Any]:
+    """run.json of a run folder, with everything in it that a resume needs."""
+    about = read_run(path)
+    missing = [k for k in ("recipe", "track", "target", "seed", "data", "options", "threads") if k not in about]
+    missing = missing or [f"data.{k}" for k in ("folder", "files") if k not in about["data"]]
+    if missing:
+        raise UserError(f"{path / RUN} is damaged: it has no {missing[0]!r}. Restore it from a copy.")
+    return about
+
+
+def obstacle(path: Path, recipe: Recipe, track: Track, seed: int) -> str | None:
+    """Why the run in `path` cannot go on with this recipe, track and seed, in one sentence; None: it can."""
+    about = read_description(path)
+    status = read_result(path).get("status") if (path / "result.json").exists() else None
+    if status not in (None, "interrupted"):
+        return f"{path} is finished (it ended as {status!r}); there is nothing to resume."
+    tokens = track.locate()
+    changed = differences(recipe_from_dict(about["recipe"]), fit_to_tokens(recipe, tokens, track))
+    asked: dict[str, Any] = {"track": track.name, "seed": seed}
+    asked |= {"target": track.target} if track.name == "own" else {}
+    changed += [f"{name}: {about[name]} -> {value}" for name, value in asked.items() if about[name] != value]
+    old, new = about["data"]["files"], hashes(tokens)
+    changed += [f"data: another {name}" for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
+    if changed:
+        return f"{path} was started differently ({'; '.join(changed)}); drop that, or start a new run."
+    return None
+
+
+def newest_unfinished(recipe: Recipe, track: Track, seed: int, notice: Callable[[str], None]) -> Path | None:
+    """The newest folder under runs/ whose run can go on with this recipe, track and seed."""
+    found = Path("runs").glob(f"{track.name}-{recipe.name}-s{seed}-*/{RUN}")
+    for path in sorted((file.parent for file in found), key=lambda p: p.stat().st_mtime_ns, reverse=True):
+        try:
+            if obstacle(path, recipe, track, seed) is None:
+                return path
+        except UserError as e:
+            notice(f"passing over {path}: {e}")
+    return None

@@ -50,7 +50,8 @@ class ScheduleConfig:
                 raise UserError(f"schedule.{name} is {getattr(self, name)}; it must lie between 0 and 1.")
         if self.warmup + self.cooldown > 1:
             raise UserError(
-                f"schedule.warmup {self.warmup} and schedule.cooldown {self.cooldown} overlap; their sum may be at most 1."
+                f"schedule.warmup {self.warmup} and schedule.cooldown {self.cooldown} overlap; "
+                "their sum may be at most 1."
             )
 
     def at(self, step: int) -> Stage:

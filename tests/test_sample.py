@@ -1,0 +1,112 @@
+"""Text from a model: the cache against recomputing everything, chance, the end of a document, and mistakes."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from speedrun.data.tokenizer import Tokenizer
+from speedrun.errors import UserError
+from speedrun.model.gpt import GPT, GPTConfig
+from speedrun.sample import generate, pick, sample_text
+
+VOCAB = 50
+
+
+def model_with(context: int, **changes: object) -> GPT:
+    """Random weights everywhere: an untrained head is zero, and every token would be the likeliest."""
+    config = GPTConfig(vocab=VOCAB, layers=2, width=16, heads=2, **changes)  # type: ignore[arg-type]
+    model = GPT(config, context)
+    generator = torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.5, generator=generator)
+    return model
+
+
+@torch.no_grad()
+def greedy_the_slow_way(model: GPT, ids: list[int], tokens: int) -> list[int]:
+    """Compute the whole text anew for each token; every position sees itself and window - 1 before it."""
+    ids = list(ids)
+    model.grow(len(ids) + tokens)
+    for _ in range(tokens):
+        t = torch.arange(len(ids))
+        behind = t[:, None] - t[None, :]
+        band = (behind >= 0) & (behind < model.context)
+        features_TD = model.trunk(torch.tensor([ids]), band[None, None])[0]
+        ids.append(int(F.linear(features_TD[-1], model.head_weight).argmax()))
+    return ids[-tokens:]
+
+
+@pytest.mark.parametrize("form", [{}, {"tied": True, "qk_norm": False, "attention_residual": "depth"}])
+@pytest.mark.parametrize(("context", "prompt"), [(64, 3), (8, 3), (8, 8), (8, 9), (8, 21), (2, 5), (1, 4)])
+def test_the_cache_gives_what_recomputing_everything_gives(context: int, prompt: int, form: dict[str, object]) -> None:
+    """Also for prompts longer than the window, and for texts that outgrow it."""
+    model = model_with(context, **form)
+    ids = torch.randint(VOCAB, (prompt,), generator=torch.Generator().manual_seed(prompt)).tolist()
+    assert list(generate(model, ids, tokens=20, temperature=0)) == greedy_the_slow_way(model, ids, 20)
+
+
+def test_the_window_matters() -> None:
+    """Otherwise the comparison above would prove nothing about it."""
+    short, long = model_with(4), model_with(64)
+    ids = list(range(10))
+    assert list(generate(short, ids, tokens=20, temperature=0)) != list(generate(long, ids, tokens=20, temperature=0))
+
+
+def test_the_same_seed_gives_the_same_text_and_another_does_not() -> None:
+    model = model_with(16)
+    texts = [list(generate(model, [1, 2], tokens=30, seed=seed)) for seed in (5, 5, 6)]
+    assert texts[0] == texts[1]
+    assert texts[0] != texts[2]
+
+
+def test_top_1_is_greedy_at_any_temperature() -> None:
+    model = model_with(16)
+    greedy = list(generate(model, [1, 2], tokens=30, temperature=0))
+    assert list(generate(model, [1, 2], tokens=30, temperature=1.7, top_k=1, seed=3)) == greedy
+
+
+def test_only_the_top_k_are_ever_chosen() -> None:
+    logits = torch.arange(10.0)
+    generator = torch.Generator().manual_seed(0)
+    assert {pick(logits, 5.0, 3, generator) for _ in range(200)} == {7, 8, 9}
+    assert len({pick(logits, 100.0, None, generator) for _ in range(500)}) == 10
+    assert len({pick(logits, 100.0, 99, generator) for _ in range(500)}) == 10
+
+
+def test_the_stop_token_ends_the_text_and_is_not_part_of_it() -> None:
+    model = model_with(16)
+    text = list(generate(model, [1, 2], tokens=30, temperature=0))
+    stop = text[4]
+    assert list(generate(model, [1, 2], tokens=30, temperature=0, stop=stop)) == text[: text.index(stop)]
+
+
+def test_no_tokens_is_an_empty_text() -> None:
+    assert list(generate(model_with(16), [1], tokens=0)) == []
+
+
+def test_the_text_begins_with_the_prompt() -> None:
+    tokenizer = Tokenizer.load("pocket")
+    model = GPT(GPTConfig(vocab=tokenizer.vocab_size, layers=1, width=16, heads=2), 16)
+    torch.nn.init.normal_(model.head)
+    text = sample_text(model, tokenizer, "Once upon", tokens=8, temperature=0.8, top_k=50, seed=0)
+    assert text.startswith("Once upon")
+    assert len(text) > len("Once upon")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"temperature": math.nan}, "temperature is nan"),
+        ({"temperature": math.inf}, "temperature is inf"),
+        ({"top_k": 0}, "top-k is 0"),
+        ({"tokens": -1}, "-1 tokens"),
+        ({"seed": -1}, "seed is -1"),
+        ({"seed": 2**64}, f"seed is {2**64}"),
+    ],
+)
+def test_impossible_wishes_are_refused(wrong: dict[str, float], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        list(generate(model_with(16), [1], **{"tokens": 5, **wrong}))  # type: ignore[arg-type]
