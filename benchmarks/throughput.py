@@ -123,9 +123,7 @@ def main() -> None:
     median = {name: statistics.median(t) for name, t in times.items()}
     tokens = rows * length
     flops = flops_per_token(recipe.model, length) * tokens
-    print(
-        f"{recipe.name} on pocket: {rows} rows of {length}, {machine.threads} threads, {given.rounds} interleaved rounds"
-    )
+    print(f"{recipe.name} on pocket: {rows} rows of {length}, {machine.threads} threads, {given.rounds} rounds")
     for name, seconds in median.items():
         print(f"  {name:30} {1000 * seconds:7.1f} ms  {tokens / seconds:9,.0f} tokens/s")
     # The bare matmuls compute attention without its causal half; count what each really multiplies.
