@@ -1,5 +1,6 @@
 """Batches, against a plain walk that handles one token at a time."""
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -359,3 +360,47 @@ def test_it_keeps_up_with_a_fast_machine(real_pocket: TokenFolder) -> None:
             loader.next(8, length)
             times.append(time.perf_counter() - begin)
         assert np.median(times) < 5 * goal
+
+
+@pytest.mark.parametrize("packing", ["stream", "documents"])
+def test_shuffled_rows_are_the_rows_of_the_shuffled_documents_in_another_order(
+    make_shards: Callable[..., list[Path]], packing: str
+) -> None:
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(1, VOCAB, size=4_000)
+    tokens[np.unique(rng.integers(0, 4_000, size=80))] = 0
+    paths = make_shards([tokens.tolist()])
+    plain = open_loader(paths, LoaderConfig(packing=packing, order="shuffle", max_document=7))
+    dealt = open_loader(paths, LoaderConfig(packing=packing, order="rows", max_document=7))
+    count = (len(tokens) - 1) // 10
+
+    def everything(loader: Loader) -> list[tuple[object, ...]]:
+        batches = [loader.next(4, 10) for _ in range(count // 4)]
+        return [
+            (tuple(b.inputs[i].tolist()), tuple(b.targets[i].tolist()), b.starts and tuple(b.starts[i].tolist()))
+            for b in batches
+            for i in range(4)
+        ]
+
+    in_line, shuffled = everything(plain), everything(dealt)
+    assert shuffled != in_line
+    assert len(set(shuffled) - set(in_line)) <= count % 4  # the few rows that the other one did not get to
+    neighbours = {(a, b) for a, b in itertools.pairwise(in_line)}
+    assert sum((a, b) in neighbours for a, b in itertools.pairwise(shuffled)) < 0.05 * count
+
+
+def test_shuffled_rows_continue_from_a_saved_place_and_for_any_share(make_shards: Callable[..., list[Path]]) -> None:
+    tokens = [0 if i % 37 == 0 else 1 + i * i % 5 for i in range(500)]
+    config = LoaderConfig(order="rows")
+    whole = open_loader(make_shards([tokens, tokens[::-1]]), config)
+    rows = [rows_of(whole.next(4, 12)) for _ in range(60)]  # several epochs
+    other = open_loader(whole.shards, config)
+    for _ in range(25):
+        state = other.next(4, 12).state
+    resumed = open_loader(whole.shards, config)
+    resumed.load_state_dict(state)
+    assert [rows_of(resumed.next(4, 12)) for _ in range(35)] == rows[25:]
+    shares = [open_loader(whole.shards, config) for _ in range(3)]
+    for expected in rows:
+        parts = [s.next(4, 12, keep=k) for s, k in zip(shares, (slice(0, 2), slice(2, 3), slice(3, 4)), strict=True)]
+        assert [row for part in parts for row in rows_of(part)] == expected

@@ -40,8 +40,9 @@ Packing = Literal["stream", "documents"]
 class LoaderConfig:
     packing: Packing = "stream"
     """stream: rows of the token stream, no boundaries. documents: rows know where documents begin."""
-    order: Literal["shuffle", "sequential"] = "shuffle"
-    """shuffle: documents in an order drawn per epoch. sequential: the stream as it lies in the shards."""
+    order: Literal["rows", "shuffle", "sequential"] = "shuffle"
+    """sequential: the stream as it lies in the shards. shuffle: documents in an order drawn per epoch.
+    rows: the rows of that stream in a drawn order, too, so that a batch is not a few neighbouring pages."""
     tail: Literal["split", "discard"] = "split"
     """What becomes of a document that does not fit; for documents packing only."""
     max_document: int = 2048
@@ -50,7 +51,7 @@ class LoaderConfig:
     def __post_init__(self) -> None:
         allowed = {
             "packing": ("stream", "documents"),
-            "order": ("shuffle", "sequential"),
+            "order": ("rows", "shuffle", "sequential"),
             "tail": ("split", "discard"),
         }
         for name, values in allowed.items():
@@ -109,6 +110,7 @@ class Loader:
         self._epoch, self._shard, self._position = 0, 0, 0
         self._opened: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         self._arranged: tuple[tuple[int, int], Line] | None = None
+        self._dealt: tuple[tuple[int, int, int], np.ndarray] | None = None
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self._epoch, "shard": self._shard, "position": self._position}
@@ -136,7 +138,7 @@ class Loader:
         while True:
             line = self._line(epoch, shard)
             fresh = position == 0
-            places, position = self._walk(line, position, rows - done, length)
+            places, position = self._walk(line, (epoch, shard), position, rows - done, length)
             mine = places[max(kept.start - done, 0) : max(kept.stop - done, 0)]
             if len(mine):
                 parts.append(self._rows(line, mine, length))
@@ -157,8 +159,15 @@ class Loader:
 
     # --- the walk ---
 
-    def _walk(self, line: Line, position: int, rows: int, length: int) -> tuple[Sequence[int], int]:
-        """Where in the line up to `rows` rows begin, and the position after them."""
+    def _walk(
+        self, line: Line, place: tuple[int, int], position: int, rows: int, length: int
+    ) -> tuple[Sequence[int], int]:
+        """Where in the line of (epoch, shard) up to `rows` rows begin, and the position after them."""
+        if self.config.order == "rows" and not self._discard:
+            # The position counts tokens, so that it keeps its meaning when the length of the rows changes.
+            done = -(-position // length)
+            chosen = self._deal(place, (int(line.edges[-1]) - 1) // length, length)[done : done + rows]
+            return [int(row) * length for row in chosen], (done + len(chosen)) * length
         if not self._discard:
             count = max(0, min(rows, (int(line.edges[-1]) - 1 - position) // length))
             end = position + count * length
@@ -178,11 +187,13 @@ class Loader:
         """Inputs (R, T), targets (R, T) and starts of the rows that begin at these places of the line."""
         count = len(places)
         starts: list[np.ndarray] = []
-        if self._discard:
+        if self._discard or self.config.order == "rows":
             taken = np.stack([line.read(place, place + length + 1) for place in places])  # (R, T + 1)
             inputs, targets = taken[:, :-1].astype(np.int64), taken[:, 1:].astype(np.int64)
-            zero = np.zeros(1, dtype=np.int64)
-            starts = [np.concatenate((zero, line.inner(place, place + length))) for place in places]
+            if self.config.packing == "documents":  # discarding has already cut the documents of the line
+                longest = length if self._discard else self.config.max_document
+                inner = [line.inner(place, place + length) for place in places]
+                starts = [piece_starts(begins, 1, length, longest)[0] for begins in inner]
             return inputs, targets, starts
         begin, end = places[0], places[0] + count * length  # the rows lie end to end
         stretch = line.read(begin, end + 1)
@@ -208,7 +219,7 @@ class Loader:
         if self._arranged is None or self._arranged[0] != (epoch, shard):
             index = int(self._draw(epoch, len(self.shards), len(self.shards))[shard])
             tokens, begins, lengths = self._open(index)
-            if self.config.order == "shuffle":
+            if self.config.order != "sequential":
                 order = self._draw(epoch, index, len(begins))
                 begins, lengths = begins[order], lengths[order]
             if self._discard:
@@ -218,12 +229,20 @@ class Loader:
             self._arranged = (epoch, shard), Line(tokens, begins, edges, plain)
         return self._arranged[1]
 
-    def _draw(self, epoch: int, what: int, count: int) -> np.ndarray:
-        """An order of `count` things: the documents of shard `what`, or the shards if it is their number."""
+    def _deal(self, place: tuple[int, int], count: int, length: int) -> np.ndarray:
+        """The order of the `count` rows of this length in the line of (epoch, shard)."""
+        if self._dealt is None or self._dealt[0] != (*place, length):
+            self._dealt = (*place, length), self._draw(*place, count, length)
+        return self._dealt[1]
+
+    def _draw(self, epoch: int, what: int, count: int, length: int | None = None) -> np.ndarray:
+        """An order of `count` things: the documents of shard `what`, or the shards if it is their number, or
+        (with `length`) the rows of the shard at place `what`."""
         if self.config.order == "sequential":
             return np.arange(count)
         # Raw output of a bit generator is the one thing numpy promises not to change between versions.
-        raw = np.random.Philox(np.random.SeedSequence([self.seed, epoch, what])).random_raw(count)
+        entropy = [self.seed, epoch, what] if length is None else [self.seed, epoch, what, length]
+        raw = np.random.Philox(np.random.SeedSequence(entropy)).random_raw(count)
         return np.argsort(raw, kind="stable")
 
     def _open(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

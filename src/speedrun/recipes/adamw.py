@@ -22,7 +22,7 @@ def pocket() -> Recipe:
         track="pocket",
         about=ABOUT,
         model=GPTConfig(vocab=4096, layers=3, width=192, heads=3, tied=True),
-        loader=LoaderConfig(packing="stream", order="shuffle"),
+        loader=LoaderConfig(packing="stream", order="rows"),
         optim=AdamWConfig(lr=6e-3),
         schedule=ScheduleConfig(steps=2100, rows=4, length=128),
         validation=ValidationConfig(every=700, rows=64, length=128),

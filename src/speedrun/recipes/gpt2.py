@@ -29,7 +29,7 @@ def pocket() -> Recipe:
         track="pocket",
         about=ABOUT,
         model=replace(FORM, vocab=4096, layers=3, width=192, heads=3),
-        loader=LoaderConfig(packing="stream", order="shuffle"),
+        loader=LoaderConfig(packing="stream", order="rows"),
         optim=AdamWConfig(lr=3e-3, weight_decay=0.1, embed_decay=0.1),
         schedule=ScheduleConfig(steps=1200, rows=8, length=128, warmup=256 / 9536, cooldown=2048 / 9536),
         validation=ValidationConfig(every=200, rows=64, length=128),
