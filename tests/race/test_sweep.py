@@ -1,7 +1,6 @@
 """The search: what it tries, what it keeps, and what it does not repeat. Trials are real runs of a tiny model."""
 
 import json
-import math
 import os
 import random
 import shlex
@@ -17,7 +16,7 @@ import pytest
 
 from speedrun import cli
 from speedrun.data.shards import TokenFolder
-from speedrun.race.sweep import Bench, Range, effort, grouped, loss_of, read_rows
+from speedrun.race.sweep import Bench, Range, effort, grouped
 from speedrun.recipes import get_recipe
 from tests.conftest import make_token_folder
 
@@ -322,10 +321,3 @@ def test_a_folder_continues_only_the_sweep_it_holds(sweep: Sweep, tmp_path: Path
     code, _, err = sweep("--budget 0 --vary optim.lr=0.01,0.02")
     assert code == 2
     assert "sweep.json is damaged" in err
-
-
-def test_rows_that_still_say_infinity_are_read_as_failed(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"key": "a", "loss": Infinity}\n{"key": "b", "loss": 1.5}\n')
-    failed, good = read_rows(tmp_path / "rows.jsonl")
-    assert failed["loss"] is None
-    assert (loss_of(failed), loss_of(good)) == (math.inf, 1.5)

@@ -246,7 +246,9 @@ class Bench:
 
     def show(self, changes: Fields) -> str:
         """What sets a candidate apart; what is fixed in all of them is not repeated."""
-        return " ".join(f"{k}={v}" for k, v in changes.items() if self.fixed.get(k) != v) or "the start"
+        usual = fields_of(self.base)
+        start, now = {**usual, **self.fixed}, {**usual, **changes}
+        return " ".join(f"{k}={v}" for k, v in now.items() if start[k] != v) or "the start"
 
     def train_command(self, fields: Fields) -> list[str]:
         """`train ...` with these fields, on the tokens of this sweep."""
@@ -263,7 +265,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     rows = []
     for line in file.read_text().splitlines() if file.exists() else ():
         with contextlib.suppress(ValueError):
-            rows.append(json.loads(line, parse_constant=lambda _: None))  # rows once said Infinity instead of null
+            rows.append(json.loads(line))
     return rows
 
 

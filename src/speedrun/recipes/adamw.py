@@ -23,8 +23,8 @@ def pocket() -> Recipe:
         about=ABOUT,
         model=GPTConfig(vocab=4096, layers=3, width=192, heads=3, tied=True),
         loader=LoaderConfig(packing="stream", order="rows"),
-        optim=AdamWConfig(lr=6e-3),
-        schedule=ScheduleConfig(steps=2100, rows=4, length=128),
+        optim=AdamWConfig(lr=0.0015, embed_lr=4.0),
+        schedule=ScheduleConfig(steps=2100, rows=4, length=128, warmup=0.1),
         validation=ValidationConfig(every=700, rows=64, length=128),
     )
 
