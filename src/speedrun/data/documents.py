@@ -4,6 +4,7 @@ No function here touches tokens one by one in Python; that is what lets a loader
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -36,10 +37,13 @@ class Line:
         places += np.arange(begin, end)
         return self.tokens.take(places)
 
+    def between(self, begins: np.ndarray | int, length: int) -> tuple[Any, Any]:
+        """`edges[first:last]` are the documents that begin strictly inside each begin:begin + length."""
+        return self.edges.searchsorted(begins, side="right"), self.edges.searchsorted(begins + length, side="left")
+
     def inner(self, begin: int, end: int) -> np.ndarray:
         """Where documents begin strictly inside begin:end of the line, counted from `begin`."""
-        first = self.edges.searchsorted(begin, side="right")
-        last = self.edges.searchsorted(end, side="left")
+        first, last = self.between(begin, end - begin)
         return self.edges[first:last] - begin
 
 

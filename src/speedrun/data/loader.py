@@ -106,7 +106,8 @@ class Loader:
         self.vocab_size = vocab_size
         self.seed = seed
         self.notice = notice
-        self._discard = config.packing == "documents" and config.tail == "discard"
+        self._packed = config.packing == "documents"
+        self._discard = self._packed and config.tail == "discard"
         self._epoch, self._shard, self._position = 0, 0, 0
         self._opened: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         self._arranged: tuple[tuple[int, int], Line] | None = None
@@ -187,19 +188,24 @@ class Loader:
         """Inputs (R, T), targets (R, T) and starts of the rows that begin at these places of the line."""
         count = len(places)
         starts: list[np.ndarray] = []
-        if self._discard or self.config.order == "rows":
+        if self._discard:  # little is left out between two rows, so they are read in one go
+            begin = places[0]
+            stretch = line.read(begin, places[-1] + length + 1)
+            taken = np.stack([stretch[place - begin : place - begin + length + 1] for place in places])  # (R, T + 1)
+            first, last = line.between(np.array(places), length)
+            starts = [line.edges[a - 1 : b] - line.edges[a - 1] for a, b in zip(first, last, strict=True)]
+            return taken[:, :-1].astype(np.int64), taken[:, 1:].astype(np.int64), starts
+        if self.config.order == "rows":
             taken = np.stack([line.read(place, place + length + 1) for place in places])  # (R, T + 1)
-            inputs, targets = taken[:, :-1].astype(np.int64), taken[:, 1:].astype(np.int64)
-            if self.config.packing == "documents":  # discarding has already cut the documents of the line
-                longest = length if self._discard else self.config.max_document
+            if self._packed:
                 inner = [line.inner(place, place + length) for place in places]
-                starts = [piece_starts(begins, 1, length, longest)[0] for begins in inner]
-            return inputs, targets, starts
+                starts = [piece_starts(begins, 1, length, self.config.max_document)[0] for begins in inner]
+            return taken[:, :-1].astype(np.int64), taken[:, 1:].astype(np.int64), starts
         begin, end = places[0], places[0] + count * length  # the rows lie end to end
         stretch = line.read(begin, end + 1)
         inputs = stretch[:-1].astype(np.int64).reshape(count, length)
         targets = stretch[1:].astype(np.int64).reshape(count, length)
-        if self.config.packing == "documents":
+        if self._packed:
             starts = piece_starts(line.inner(begin, end), count, length, self.config.max_document)
         return inputs, targets, starts
 
@@ -210,7 +216,7 @@ class Loader:
             none = np.empty((0, length), dtype=np.int64)
             inputs = np.concatenate([none, *(part[0] for part in parts)])
             targets = np.concatenate([none, *(part[1] for part in parts)])
-        starts = tuple(start for part in parts for start in part[2]) if self.config.packing == "documents" else None
+        starts = tuple(start for part in parts for start in part[2]) if self._packed else None
         return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), starts, self.state_dict())
 
     # --- shards ---
