@@ -13,8 +13,8 @@ from speedrun.data.shards import TokenFile, TokenFolder, list_shards, open_shard
 from speedrun.errors import UserError, nearest
 from speedrun.files import home
 
-# Provisional: one seed of a baseline whose search is not finished, plus a margin. It becomes the mean of five fresh seeds
-# of the finished baseline plus two standard deviations, and is then never moved again (docs/experiments.md).
+# Provisional: one seed of a baseline whose search is not finished, plus a margin. It becomes the mean of five fresh
+# seeds of the finished baseline plus two standard deviations, and is then never moved again (docs/experiments.md).
 POCKET_TARGET = 4.65
 
 RULES = (
