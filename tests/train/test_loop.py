@@ -180,6 +180,16 @@ def test_a_resumed_run_has_the_same_bits(tokens: TokenFolder, tmp_path: Path) ->
     assert result["tokens"] == 12 * 4 * 32
 
 
+def test_a_run_that_had_to_halve_its_micro_batches_resumes_compiled(tokens: TokenFolder, tmp_path: Path) -> None:
+    """The warm-up visits the halved shape; met only later, it would be a recompilation, which is refused."""
+    tiny_trainer(tokens, tmp_path / "half", checkpoint_every=7, final_checkpoint=False, micro_rows=2).run()
+    saved = checkpoint.newest_good(tmp_path / "half" / "checkpoints", notice=pytest.fail)
+    assert saved is not None
+    rest = tiny_trainer(tokens, tmp_path / "rest", compile=True)
+    assert rest.run(saved)["status"] == "ok"
+    assert rest.micro_rows == 2
+
+
 def test_ctrl_c_ends_the_run_after_its_step_and_saves_it(tokens: TokenFolder, tmp_path: Path) -> None:
     trainer = tiny_trainer(tokens, tmp_path / "run")
     step, done = trainer.step, []

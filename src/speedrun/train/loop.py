@@ -282,7 +282,6 @@ class Trainer:
         self.loader_state = saved.state["loader"]
         self.clock = Clock(self.device, saved.state["clock"])
         self.tokens_seen = saved.state["tokens"]
-        self.micro_rows = saved.state["micro_rows"]
         self.resumed = True
 
     # ---------------------------------------------------------------- the run
@@ -319,6 +318,8 @@ class Trainer:
         self.say(
             "warming up (not timed): compiling and visiting every shape" + ("" if saved is None else ", then resuming")
         )
+        if saved is not None:
+            self.micro_rows = saved.state["micro_rows"]  # the warm-up must visit the shapes that the run will have
         self.warm_up()
         if saved is not None:
             self.restore(saved)
