@@ -9,12 +9,18 @@ import torch
 from speedrun.data.shards import TokenFolder, write_shard
 from speedrun.data.tokenizer import Tokenizer
 from speedrun.files import write_atomic
+from speedrun.train.device import amx_works, cpu_flags
 
 torch.set_num_threads(1)  # the suite runs in two workers on two cores
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+
+
+def pytest_configure() -> None:
+    if "amx_bf16" in cpu_flags():
+        amx_works()  # keeps bf16 matmuls alive where AMX is listed but refused; the workers inherit the answer
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

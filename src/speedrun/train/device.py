@@ -4,7 +4,10 @@
 """
 
 import contextlib
+import functools
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +57,25 @@ def cpu_flags() -> set[str]:
     return set()
 
 
+ONEDNN_LIMIT = "ONEDNN_MAX_CPU_ISA"
+
+
+@functools.cache
+def amx_works() -> bool:
+    """Whether a CPU that lists AMX can use it. Call before the first bf16 matmul.
+
+    Some virtual machines list AMX, even grant it, and then kill the process that uses it, so it is tried in a child
+    process. When the child dies, torch's bf16 matmuls are kept off AMX in this process and in those it starts.
+    """
+    if ONEDNN_LIMIT in os.environ:  # somebody has chosen already, perhaps this function in a parent process
+        return os.environ[ONEDNN_LIMIT].upper() in ("ALL", "DEFAULT", "AVX512_CORE_AMX", "AVX512_CORE_AMX_FP16")
+    trial = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); (a @ a).sum().item()"
+    if subprocess.run([sys.executable, "-c", trial], capture_output=True, check=False).returncode >= 0:
+        return True
+    os.environ[ONEDNN_LIMIT] = "AVX512_CORE_BF16"
+    return False
+
+
 def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
@@ -97,6 +119,8 @@ def _choose_dtype(device: torch.device, asked: str) -> tuple[torch.dtype, str]:
     if asked not in ("auto", "float32", "bfloat16"):
         raise UserError(f"Unknown dtype {asked!r}; choose auto, float32 or bfloat16.")
     if asked != "auto":
+        if device.type == "cpu" and asked == "bfloat16" and "amx_bf16" in cpu_flags():
+            amx_works()
         return getattr(torch, asked), "as asked"
     if device.type == "cuda":
         if torch.cuda.get_device_capability(device) >= (8, 0):
@@ -104,9 +128,11 @@ def _choose_dtype(device: torch.device, asked: str) -> tuple[torch.dtype, str]:
         return torch.float32, "this GPU has no bf16 tensor cores"
     if device.type == "mps":
         return torch.float32, "the safe choice on an Apple GPU"
-    if cpu_flags() & {"amx_bf16", "avx512_bf16"}:
-        return torch.bfloat16, "this CPU has bf16 units"
-    return torch.float32, "this CPU has no bf16 units, so bf16 would be slower"
+    if "amx_bf16" not in cpu_flags():
+        return torch.float32, "this CPU has no bf16 matrix units, so bf16 would be slower"
+    if not amx_works():
+        return torch.float32, "this CPU lists bf16 matrix units, but using them is an illegal instruction here"
+    return torch.bfloat16, "this CPU has bf16 matrix units"
 
 
 def compiler_problem() -> str | None:
