@@ -1,1 +1,33 @@
-"""Optimizers. This package imports torch alone."""
+"""Optimizers for the matrices, tables and scalars of a network, as plain `torch.optim.Optimizer`s.
+
+from speedrun.optim import Adam, Combined, NorMuon, route
+
+plan = route(model)
+optimizer = Combined(NorMuon(plan.muon, lr=0.02), Adam(plan.adam, lr=0.001))
+"""
+
+from speedrun.optim.adam import Adam
+from speedrun.optim.combined import Combined
+from speedrun.optim.muon import Muon, NorMuon
+from speedrun.optim.orthogonalize import (
+    NEWTON_SCHULZ,
+    NEWTON_SCHULZ_PER_STEP,
+    POLAR_EXPRESS,
+    orthogonalize,
+)
+from speedrun.optim.outer import Snoo
+from speedrun.optim.route import Plan, route
+
+__all__ = [
+    "NEWTON_SCHULZ",
+    "NEWTON_SCHULZ_PER_STEP",
+    "POLAR_EXPRESS",
+    "Adam",
+    "Combined",
+    "Muon",
+    "NorMuon",
+    "Plan",
+    "Snoo",
+    "orthogonalize",
+    "route",
+]

@@ -1,0 +1,188 @@
+"""Adam with everything per group: rates, betas, decay, how often it steps.
+
+    optimizer = Adam([{"params": head, "betas": (0.5, 0.95)}, {"params": scalars, "lr_mul": 5.0}], lr=0.008)
+
+With its defaults it is torch's AdamW without decay, and torch's fused kernel does the work.
+"""
+
+import math
+from collections import defaultdict
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+from torch.optim.optimizer import ParamsT
+
+from speedrun.optim.base import Group, SpeedrunOptimizer, Work, require
+from speedrun.optim.muon import Decay, DecayBy
+
+EpsAt = Literal["corrected", "uncorrected"]
+
+
+class Adam(SpeedrunOptimizer):
+    """Adam with decoupled or cautious weight decay.
+
+    Arguments, each also a key of a parameter group:
+        lr, lr_mul: the learning rate is their product; `lr_mul` may be a list with one value for each parameter.
+        betas: decay of the first and second moment.
+        eps, eps_at: added to the root of the second moment after its bias correction (`corrected`, as torch does), or
+            before it (`uncorrected`).
+        weight_decay, wd_mul, decay: `decoupled` shrinks every weight, `cautious` only where the update shrinks it too.
+        decay_by: the decay is multiplied by the learning rate (`lr`, as in AdamW) or by its square (`lr-squared`).
+        every: step only on each `every`-th call, on the sum of the gradients since then.
+        row_beta1: EXPERIMENTAL. beta1 of each row times the share of recent steps in which the row had a gradient, so
+            that the table rows of rare tokens do not drift for long after a gradient that came once.
+        exact_bf16: keep 16 more bits for bfloat16 weights, which makes them exact float32 (speedrun.optim.exact_bf16).
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_at: EpsAt = "corrected",
+        weight_decay: float = 0.0,
+        decay: Decay = "decoupled",
+        decay_by: DecayBy = "lr",
+        every: int = 1,
+        lr_mul: float | list[float] = 1.0,
+        wd_mul: float | list[float] = 1.0,
+        row_beta1: bool = False,
+        exact_bf16: bool = True,
+    ) -> None:
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "eps_at": eps_at, "weight_decay": weight_decay, "decay": decay,
+            "decay_by": decay_by, "every": every, "lr_mul": lr_mul, "wd_mul": wd_mul, "row_beta1": row_beta1,
+            "exact_bf16": exact_bf16,
+        }  # fmt: skip
+        super().__init__(params, defaults)
+
+    def _check_group(self, group: Group) -> None:
+        super()._check_group(group)
+        for key, choices in (("eps_at", EpsAt), ("decay", Decay), ("decay_by", DecayBy)):
+            require(group[key] in get_args(choices), key, group[key], "one of: " + ", ".join(get_args(choices)))
+        betas = group["betas"]
+        good = len(betas) == 2 and all(0 <= float(b) < 1 for b in betas)
+        require(good, "betas", betas, "two numbers, each at least 0 and below 1")
+        require(0 <= group["eps"] < math.inf, "eps", group["eps"], "finite and not negative")
+        require(group["every"] >= 1, "every", group["every"], "at least 1")
+
+    def _state_shapes(self, p: Tensor, group: Group) -> dict[str, tuple[int, ...] | None]:
+        shape = tuple(p.shape)
+        rows = (p.shape[0] if p.ndim else 1, *[1] * (p.ndim - 1))
+        return {
+            "step": None, "exp_avg": shape, "exp_avg_sq": shape, "gradient_sum": shape, "waiting": None,
+            "row_rate": rows, "row_bias": rows,
+        }  # fmt: skip
+
+    # ------------------------------------------------------------------ step
+
+    def _update(self, work: list[Work], finite: float | Tensor) -> None:
+        fused: dict[tuple[float, ...], list[Work]] = defaultdict(list)
+        for w in work:
+            g = self._gradient(w, finite)
+            if g is None:
+                continue
+            w.grad = g
+            state = w.state
+            if "step" not in state:
+                wide = torch.promote_types(w.param.dtype, torch.float32)
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                for key in ("exp_avg", "exp_avg_sq"):
+                    state[key] = torch.zeros_like(w.param, dtype=wide, memory_format=torch.preserve_format)
+            if self._fits_fused(w, finite):
+                fused[self._numbers(w)].append(w)
+            else:
+                self._plain(w, finite)
+        for numbers, members in fused.items():
+            self._fused(numbers, members)
+
+    def _gradient(self, w: Work, finite: float | Tensor) -> Tensor | None:
+        """The gradient to step on, or None while it is not this parameter's turn."""
+        g = w.grad if isinstance(finite, float) else torch.where(finite > 0, w.grad, 0)
+        every, state = w.group["every"], w.state
+        waiting = state.get("waiting", 0) + 1
+        if every == 1 and waiting == 1:
+            return g
+        wide = torch.promote_types(w.param.dtype, torch.float32)
+        if waiting < every:
+            state["waiting"] = waiting
+            state["gradient_sum"] = g.to(wide, copy=True) if waiting == 1 else state["gradient_sum"].add_(g)
+            return None
+        g = state.pop("gradient_sum").add_(g)
+        state["waiting"] = 0
+        return g
+
+    def _numbers(self, w: Work) -> tuple[float, ...]:
+        """lr, betas, eps and decay as torch's kernel wants them."""
+        group = w.group
+        lr = float(group["lr"]) * w.of("lr_mul")
+        beta1, beta2 = group["betas"]
+        eps = group["eps"]
+        if group["eps_at"] == "uncorrected":  # the kernel adds eps after the correction
+            eps /= math.sqrt(1 - beta2 ** (w.state["step"].item() + 1))
+        decay = group["weight_decay"] * w.of("wd_mul")
+        return lr, beta1, beta2, eps, decay if group["decay_by"] == "lr" else decay * lr
+
+    def _fits_fused(self, w: Work, finite: float | Tensor) -> bool:
+        group = w.group
+        plain = not group["row_beta1"] and not (group["decay"] == "cautious" and group["weight_decay"])
+        same = w.grad.dtype == w.param.dtype == torch.float32 and w.param.device.type == "cpu"
+        return plain and same and isinstance(finite, float)
+
+    def _fused(self, numbers: tuple[float, ...], members: list[Work]) -> None:
+        lr, beta1, beta2, eps, decay = numbers
+        adamw(
+            [w.param for w in members],
+            [w.grad for w in members],
+            [w.state["exp_avg"] for w in members],
+            [w.state["exp_avg_sq"] for w in members],
+            [],
+            [w.state["step"] for w in members],
+            fused=True, amsgrad=False, beta1=beta1, beta2=beta2, lr=lr, weight_decay=decay, eps=eps, maximize=False,
+        )  # fmt: skip
+
+    def _plain(self, w: Work, finite: float | Tensor) -> None:
+        group, state = w.group, w.state
+        x = self._read(w)
+        g = w.grad.to(x.dtype)
+        m, q = state["exp_avg"], state["exp_avg_sq"]
+        beta1, beta2 = group["betas"]
+        state["step"] += 1 if isinstance(finite, float) else finite.to(state["step"].device)
+        t = state["step"].item()
+        keep1: Any = beta1
+        bias1: Any = 1 - beta1**t
+        if group["row_beta1"]:
+            keep1, bias1 = self._row_beta1(w, g, beta1, beta2, t)
+        if isinstance(finite, Tensor):  # with 0 both moments stay
+            keep1, keep2 = 1 - (1 - keep1) * finite, 1 - (1 - beta2) * finite
+        else:
+            keep2 = beta2
+        m.mul_(keep1).add_(g * (1 - keep1) if isinstance(keep1, Tensor) else g.mul(1 - keep1))
+        q.mul_(keep2).addcmul_(g, g * (1 - keep2) if isinstance(keep2, Tensor) else g.mul(1 - keep2))
+        lr = float(group["lr"]) * w.of("lr_mul")
+        root = math.sqrt(1 - beta2**t) if t else 1.0
+        decay = group["weight_decay"] * w.of("wd_mul") * (lr if group["decay_by"] == "lr" else lr * lr) * finite
+        eps = group["eps"] * (root if group["eps_at"] == "corrected" else 1.0)
+        update = m.div(q.sqrt().add_(eps)).mul_(lr * root / bias1 * finite)
+        if group["weight_decay"] and group["decay"] == "decoupled":
+            x.mul_(1 - decay)
+        elif group["weight_decay"]:
+            update.add_(x.mul(update * x > 0).mul_(decay))
+        self._write(w, x.sub_(update))
+
+    def _row_beta1(self, w: Work, g: Tensor, beta1: float, beta2: float, t: float) -> tuple[Tensor, Tensor]:
+        """beta1 of each row, and one minus the product of all of them so far, which is the bias to correct."""
+        if w.param.ndim < 2:
+            raise ValueError(f"row_beta1 is on for {w.name}, which has no rows: its shape is {tuple(w.param.shape)}.")
+        state = w.state
+        seen = (g != 0).flatten(1).any(1).view(-1, *[1] * (g.ndim - 1)).to(g.dtype)
+        if "row_rate" not in state:
+            state["row_rate"], state["row_bias"] = torch.zeros_like(seen), torch.ones_like(seen)
+        state["row_rate"].lerp_(seen, 1 - beta2)
+        row_beta = beta1 * (state["row_rate"] / (1 - beta2**t))
+        state["row_bias"].mul_(row_beta)
+        return row_beta, 1 - state["row_bias"]

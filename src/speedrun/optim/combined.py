@@ -1,0 +1,194 @@
+"""Several optimizers as one.
+
+    optimizer = Combined(NorMuon(plan.muon, lr=0.02), Adam(plan.adam, lr=0.001))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)     # scales the rates of both
+
+Its groups are the groups of its members (the same dicts), so schedulers and a person's own changes reach them.
+"""
+
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from speedrun.optim.base import Group, SpeedrunOptimizer
+
+Loss = TypeVar("Loss")
+
+
+class States(MutableMapping[Tensor, Any]):
+    """The states of several optimizers as one mapping; each parameter's lives in the optimizer that trains it."""
+
+    def __init__(self, optimizers: list[Optimizer]) -> None:
+        self.optimizers = optimizers
+
+    def _home(self, p: Tensor) -> Any:
+        for optimizer in self.optimizers:
+            if any(q is p for group in optimizer.param_groups for q in group["params"]):
+                return optimizer.state
+        raise KeyError(p)
+
+    def __getitem__(self, p: Tensor) -> Any:
+        return self._home(p)[p]
+
+    def __setitem__(self, p: Tensor, value: Any) -> None:
+        self._home(p)[p] = value
+
+    def __delitem__(self, p: Tensor) -> None:
+        del self._home(p)[p]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for optimizer in self.optimizers:
+            yield from optimizer.state
+
+    def __len__(self) -> int:
+        return sum(len(optimizer.state) for optimizer in self.optimizers)
+
+    def __contains__(self, p: object) -> bool:
+        return any(p in optimizer.state for optimizer in self.optimizers)
+
+
+class Combined(Optimizer):
+    """One `torch.optim.Optimizer` that steps all of `optimizers`, each with its own parameters."""
+
+    def __init__(self, *optimizers: Optimizer) -> None:
+        if not optimizers:
+            raise ValueError("Combined got no optimizers; pass at least one.")
+        seen: dict[Tensor, Optimizer] = {}
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    if p in seen:
+                        raise ValueError(
+                            f"A parameter of shape {tuple(p.shape)} is in {type(seen[p]).__name__} and in "
+                            f"{type(optimizer).__name__}; each parameter may have one optimizer."
+                        )
+                    seen[p] = optimizer
+        self.optimizers = list(optimizers)
+        super().__init__([{"params": list(seen)}], {})
+        self._share()
+
+    def _share(self) -> None:
+        self.param_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        self.state = States(self.optimizers)  # type: ignore[assignment]
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Not possible here: the group would not say which optimizer it is for."""
+        if not hasattr(self, "param_groups") or not self.param_groups:  # called by the constructor
+            super().add_param_group(param_group)
+            return
+        raise ValueError(
+            "Combined cannot know which optimizer a new group is for; add it to that one, then call sync()."
+        )
+
+    def sync(self) -> None:
+        """Take notice of groups that were added to a member."""
+        self._share()
+
+    @torch.compiler.disable
+    def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:  # type: ignore[override]
+        """One step of each. Gradients of all are checked before the first weight changes."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        checking = [o for o in self.optimizers if isinstance(o, SpeedrunOptimizer)]
+        answers = [optimizer.check_gradients() for optimizer in checking]
+        together: float | Tensor = 1.0
+        for answer in answers:
+            together = answer * together
+        for optimizer in checking:
+            optimizer._answer = together
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    def reset(self) -> None:
+        """Forget what the members learned."""
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, SpeedrunOptimizer | Combined):
+                optimizer.reset()
+            else:
+                optimizer.state.clear()
+
+    def master(self, p: Tensor) -> Tensor:
+        return self._owner(p).master(p)
+
+    def set_master(self, p: Tensor, value: Tensor) -> None:
+        self._owner(p).set_master(p, value)
+
+    def _owner(self, p: Tensor) -> Any:
+        for optimizer in self.optimizers:
+            if any(q is p for group in optimizer.param_groups for q in group["params"]):
+                return optimizer if hasattr(optimizer, "master") else Plain()
+        raise ValueError(f"None of the optimizers trains this parameter of shape {tuple(p.shape)}.")
+
+    # ----------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Torch's layout: the groups of all members, parameters numbered through."""
+        state: dict[int, Any] = {}
+        groups: list[Group] = []
+        start = 0
+        for optimizer in self.optimizers:
+            part = optimizer.state_dict()
+            state |= {start + i: value for i, value in part["state"].items()}
+            for group in part["param_groups"]:
+                groups.append({**group, "params": [start + i for i in group["params"]]})
+            start += sum(len(group["params"]) for group in part["param_groups"])
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        groups = list(state_dict["param_groups"])
+        parts = []
+        for optimizer in self.optimizers:
+            count = len(optimizer.param_groups)
+            mine, groups = groups[:count], groups[count:]
+            if len(mine) < count:
+                raise ValueError(
+                    f"The state_dict has {len(state_dict['param_groups'])} groups, these optimizers have "
+                    f"{len(self.param_groups)}; build Combined from the same optimizers in the same order."
+                )
+            ids = [i for group in mine for i in group["params"]]
+            renumber = {i: k for k, i in enumerate(ids)}
+            parts.append(
+                {
+                    "state": {renumber[i]: v for i, v in state_dict["state"].items() if i in renumber},
+                    "param_groups": [{**g, "params": [renumber[i] for i in g["params"]]} for g in mine],
+                }
+            )
+        if groups:
+            raise ValueError(f"The state_dict has {len(groups)} more groups than these optimizers.")
+        for optimizer, part in zip(self.optimizers, parts, strict=True):
+            if isinstance(optimizer, SpeedrunOptimizer):
+                optimizer._aligned(part)  # refuses before the first member has changed
+        for optimizer, part in zip(self.optimizers, parts, strict=True):
+            optimizer.load_state_dict(part)
+        self._share()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"optimizers": self.optimizers, "defaults": self.defaults}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.optimizers = state["optimizers"]
+        super().__setstate__({"defaults": state["defaults"], "state": {}, "param_groups": []})
+        self._share()
+
+
+class Plain:
+    """Weights of an optimizer that keeps no exact ones: the parameter is its own master."""
+
+    @staticmethod
+    def master(p: Tensor) -> Tensor:
+        return p.detach().clone()
+
+    @staticmethod
+    @torch.no_grad()
+    def set_master(p: Tensor, value: Tensor) -> None:
+        p.copy_(value)

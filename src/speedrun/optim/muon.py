@@ -1,0 +1,308 @@
+"""Muon and NorMuon: momentum, then the nearest orthogonal matrix as the update.
+
+    optimizer = NorMuon(matrices, lr=0.02)                 # hidden matrices only: see speedrun.optim.route
+    optimizer = Muon([{"params": qkv, "blocks": 3}, {"params": rest}], lr=0.02)
+
+The step collects all blocks of one shape, from whichever group, in one stack and orthogonalises them together. A
+*block* is what is orthogonalised: usually the whole matrix; Q, K and V of a fused matrix apart with `blocks=3`; heads
+apart with `blocks=heads`, or `blocks=(1, heads)` where they lie side by side in the columns.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from speedrun.optim.base import Group, SpeedrunOptimizer, Work, named, require, value_at
+from speedrun.optim.orthogonalize import Coefficients, Method, check_method, fast_dtype, orthogonalize_stack
+
+Scale = Literal["none", "unit-variance", "spectral", "match-rms-adamw"]
+Decay = Literal["decoupled", "cautious"]
+DecayBy = Literal["lr", "lr-squared"]
+MomentumForm = Literal["ema", "classical"]
+Matrix = Literal["flatten", "batch"]
+Blocks = int | tuple[int, int]
+
+CHUNK_BYTES = 128 * 2**20  # of one stack in float32: bounds the memory a step needs beside the state
+
+
+def scale_of(rule: str, rows: int, cols: int) -> float:
+    """Factor of the orthogonal update of a block. Singular values of 1 mean a mean square of 1 / max(rows, cols)."""
+    if rule == "unit-variance":
+        return math.sqrt(max(rows, cols))
+    if rule == "spectral":
+        return math.sqrt(max(1.0, rows / cols))
+    if rule == "match-rms-adamw":
+        return 0.2 * math.sqrt(max(rows, cols))
+    return 1.0
+
+
+class Grid:
+    """How a parameter falls into blocks: views of `lead` matrices, each cut into a x b blocks of (rows, cols)."""
+
+    def __init__(self, shape: Sequence[int], matrix: str, blocks: Blocks, name: str) -> None:
+        self.shape = tuple(shape)
+        self.a, self.b = (blocks, 1) if isinstance(blocks, int) else blocks
+        if len(self.shape) < 2:
+            raise ValueError(
+                f"Muon cannot train {name}: it has {len(self.shape)} dimension{'s' * (len(self.shape) != 1)}, "
+                "and needs at least 2. Give vectors and scalars to Adam; speedrun.optim.route(model) does that."
+            )
+        if matrix == "batch":
+            self.lead, height, width = math.prod(self.shape[:-2]), self.shape[-2], self.shape[-1]
+        else:
+            self.lead, height, width = 1, self.shape[0], math.prod(self.shape[1:])
+        if self.a < 1 or self.b < 1 or height % self.a or width % self.b:
+            raise ValueError(
+                f"blocks is {blocks!r}, which does not divide the {height} x {width} matrix of {name}; "
+                "give the number of blocks in its rows, or (in rows, in columns)."
+            )
+        self.rows, self.cols = height // self.a, width // self.b
+        self.count = self.lead * self.a * self.b
+
+    def cut(self, x: Tensor) -> Tensor:
+        """A tensor of the parameter's shape as (lead, a, b, rows, cols); a view when it is contiguous."""
+        return x.reshape(self.lead, self.a, self.rows, self.b, self.cols).transpose(2, 3)
+
+    def stack_view(self, x_Nrc: Tensor) -> Tensor:
+        """This parameter's part of a stack in the layout of `cut`."""
+        return x_Nrc.view(self.lead, self.a, self.b, self.rows, self.cols)
+
+    def join(self, x_Nrc: Tensor) -> Tensor:
+        """Back to the parameter's shape; a view unless blocks lie side by side in the columns."""
+        return self.stack_view(x_Nrc).transpose(2, 3).reshape(self.shape)
+
+
+class Muon(SpeedrunOptimizer):
+    """Momentum orthogonalised, for the matrices inside a network.
+
+    Arguments, each also a key of a parameter group:
+        lr: the update of a block has the size lr * lr_mul * scale.
+        momentum, nesterov, momentum_form: `ema` averages (m <- mu m + (1 - mu) g), `classical` sums (m <- mu m + g).
+        method, steps, coefficients: see `orthogonalize`.
+        scale: `spectral` is sqrt(max(1, rows/cols)); `unit-variance` is sqrt(max(rows, cols));
+            `match-rms-adamw` is 0.2 of that, so that a learning rate tuned for AdamW fits; `none` is 1.
+        weight_decay, decay: `decoupled` shrinks every weight, `cautious` only where the update shrinks it too.
+        decay_by: `lr` multiplies the decay by lr * lr_mul, as AdamW does; `lr-squared` by lr * (lr * lr_mul * scale).
+        update_ema: the applied update is an average with this much of the previous ones; 0 turns it off.
+        lr_mul, wd_mul, blocks, matrix: one value, or a list with one for each parameter of the group.
+        matrix: how more than two dimensions are read: `flatten` (rows, everything else), for convolutions;
+            `batch` (..., rows, columns), for several matrices in one tensor.
+        exact_bf16: keep 16 more bits for bfloat16 weights, which makes them exact float32 (speedrun.optim.exact_bf16).
+        dtype: of the orthogonalisation; None takes what the device is fast at.
+    """
+
+    per_parameter: tuple[str, ...] = ("lr_mul", "wd_mul", "blocks", "matrix")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 0.02,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        momentum_form: MomentumForm = "ema",
+        method: Method = "polar-express",
+        steps: int = 5,
+        coefficients: Coefficients | None = None,
+        scale: Scale = "spectral",
+        weight_decay: float = 0.0,
+        decay: Decay = "decoupled",
+        decay_by: DecayBy = "lr",
+        update_ema: float = 0.0,
+        lr_mul: float | list[float] = 1.0,
+        wd_mul: float | list[float] = 1.0,
+        blocks: Blocks | list[Blocks] = 1,
+        matrix: Matrix | list[Matrix] = "flatten",
+        exact_bf16: bool = True,
+        dtype: torch.dtype | None = None,
+        **more: Any,
+    ) -> None:
+        if more and type(self) is Muon:
+            raise TypeError(f"Muon has no argument {next(iter(more))!r}.")
+        defaults = {
+            "lr": lr, "momentum": momentum, "nesterov": nesterov, "momentum_form": momentum_form, "method": method,
+            "steps": steps, "coefficients": coefficients, "scale": scale, "weight_decay": weight_decay, "decay": decay,
+            "decay_by": decay_by, "update_ema": update_ema, "lr_mul": lr_mul, "wd_mul": wd_mul, "blocks": blocks,
+            "matrix": matrix, "exact_bf16": exact_bf16, "dtype": dtype, **more,
+        }  # fmt: skip
+        super().__init__(params, defaults)
+
+    def _check_group(self, group: Group) -> None:
+        super()._check_group(group)
+        check_method(group["method"], group["steps"], group["coefficients"])
+        for key, choices in (
+            ("scale", Scale),
+            ("decay", Decay),
+            ("decay_by", DecayBy),
+            ("momentum_form", MomentumForm),
+        ):
+            require(group[key] in get_args(choices), key, group[key], "one of: " + ", ".join(get_args(choices)))
+        for key in ("momentum", "update_ema"):
+            require(0 <= group[key] < 1, key, group[key], "at least 0 and below 1")
+        for index, (name, p) in enumerate(named(group, len(self.param_groups) - 1)):
+            matrix = value_at(group["matrix"], index)
+            require(matrix in get_args(Matrix), "matrix", matrix, "one of: " + ", ".join(get_args(Matrix)))
+            Grid(p.shape, matrix, value_at(group["blocks"], index), name)
+
+    def _state_shapes(self, p: Tensor, group: Group) -> dict[str, tuple[int, ...] | None]:
+        return {"momentum_buffer": tuple(p.shape), "update_buffer": tuple(p.shape)}
+
+    # ------------------------------------------------------------------ step
+
+    def _update(self, work: list[Work], finite: float | Tensor) -> None:
+        for bucket in self._buckets(work):
+            self._step_bucket(bucket, finite)
+
+    def _bucket_key(self, w: Work, grid: Grid) -> tuple[Any, ...]:
+        """Blocks with equal keys go through the orthogonaliser together."""
+        g = w.group
+        triples = None if g["coefficients"] is None else tuple(map(tuple, g["coefficients"]))
+        dtype = g["dtype"] or (torch.float64 if w.param.dtype == torch.float64 else fast_dtype(w.param.device))
+        return w.param.device, grid.rows, grid.cols, g["method"], g["steps"], triples, dtype
+
+    def _buckets(self, work: list[Work]) -> Iterator[list[tuple[Work, Grid]]]:
+        buckets: dict[tuple[Any, ...], list[tuple[Work, Grid]]] = defaultdict(list)
+        for w in work:
+            grid = Grid(w.param.shape, w.of("matrix"), w.of("blocks"), w.name)
+            buckets[self._bucket_key(w, grid)].append((w, grid))
+        for members in buckets.values():
+            chunk: list[tuple[Work, Grid]] = []
+            for member in members:
+                if chunk and 4 * sum(w.param.numel() for w, _ in [*chunk, member]) > CHUNK_BYTES:
+                    yield chunk
+                    chunk = []
+                chunk.append(member)
+            yield chunk
+
+    def _step_bucket(self, bucket: list[tuple[Work, Grid]], finite: float | Tensor) -> None:
+        first, grid = bucket[0]
+        _, rows, cols, method, steps, triples, dtype = self._bucket_key(first, grid)[:7]
+        wide = torch.float64 if first.param.dtype == torch.float64 else torch.float32
+        stack_Nrc = torch.empty(sum(g.count for _, g in bucket), rows, cols, dtype=wide, device=first.param.device)
+        parts = stack_Nrc.split([g.count for _, g in bucket])
+        for (w, g), part in zip(bucket, parts, strict=True):
+            self._momentum(w, g.stack_view(part), g, finite)
+        out_Nrc = orthogonalize_stack(stack_Nrc, method, steps, triples, dtype).to(wide)
+        out_Nrc = self._normalize(bucket, out_Nrc, finite)
+        for (w, g), part in zip(bucket, out_Nrc.split([g.count for _, g in bucket]), strict=True):
+            self._apply(w, g.join(part), scale_of(w.group["scale"], g.rows, g.cols), finite)
+
+    def _momentum(self, w: Work, part: Tensor, grid: Grid, finite: float | Tensor) -> None:
+        """Advance the momentum, and write what is to be orthogonalised into the stack."""
+        mu, wide = w.group["momentum"], part.dtype
+        if "momentum_buffer" not in w.state:
+            w.state["momentum_buffer"] = torch.zeros_like(w.param, dtype=wide, memory_format=torch.contiguous_format)
+        m: Tensor = w.state["momentum_buffer"]
+        g = w.grad.to(wide)
+        if isinstance(finite, Tensor):
+            g = torch.where(finite > 0, g, 0)
+        if w.group["momentum_form"] == "ema":
+            m.lerp_(g, (1 - mu) * finite)
+        else:
+            m.mul_(mu if isinstance(finite, float) else 1 - (1 - mu) * finite).add_(g)
+        if not w.group["nesterov"]:
+            part.copy_(grid.cut(m))
+        elif w.group["momentum_form"] == "ema":
+            part.copy_(grid.cut(g)).lerp_(grid.cut(m), mu)
+        else:
+            part.copy_(grid.cut(g)).add_(grid.cut(m), alpha=mu)
+
+    def _normalize(self, bucket: list[tuple[Work, Grid]], out_Nrc: Tensor, finite: float | Tensor) -> Tensor:
+        return out_Nrc
+
+    def _apply(self, w: Work, update: Tensor, scale: float, finite: float | Tensor) -> None:
+        """Weight decay and the step itself, on the master."""
+        group = w.group
+        smooth = group["update_ema"]
+        if smooth:
+            if "update_buffer" not in w.state:
+                w.state["update_buffer"] = torch.zeros_like(update, memory_format=torch.contiguous_format)
+            w.state["update_buffer"].lerp_(update, (1 - smooth) * finite)
+            update = w.state["update_buffer"]
+        lr = float(group["lr"]) * w.of("lr_mul")
+        size = lr * scale * finite
+        decay = group["weight_decay"] * w.of("wd_mul")
+        decay *= lr * finite if group["decay_by"] == "lr" else float(group["lr"]) * size
+        x = self._read(w)
+        if group["weight_decay"] and group["decay"] == "decoupled":
+            x.mul_(1 - decay)
+        elif group["weight_decay"]:
+            x.sub_(x.mul(update * x >= 0).mul_(decay))
+        if isinstance(size, Tensor):
+            x.sub_(update * size)
+        else:
+            x.add_(update, alpha=-size)
+        self._write(w, x)
+
+
+class NorMuon(Muon):
+    """Muon whose update is evened out between rows (or columns) by a running second moment.
+
+    Arguments beside Muon's:
+        beta2: decay of the second moment.
+        axis: the axis that is averaged over: -1 keeps one number per row, -2 one per column; None averages over the
+            columns unless the block has more columns than rows. One value, or a list with one for each parameter.
+
+    The Frobenius norm of every update stays what it was, so learning rates are those of Muon.
+    """
+
+    per_parameter = (*Muon.per_parameter, "axis")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 0.02,
+        *,
+        beta2: float = 0.95,
+        axis: int | list[int | None] | None = None,
+        **options: Any,
+    ) -> None:
+        unknown = set(options) - set(Muon.__init__.__kwdefaults__)
+        if unknown:
+            raise TypeError(f"NorMuon has no argument {sorted(unknown)[0]!r}.")
+        super().__init__(params, lr, beta2=beta2, axis=axis, **options)
+
+    def _check_group(self, group: Group) -> None:
+        super()._check_group(group)
+        require(0 <= group["beta2"] < 1, "beta2", group["beta2"], "at least 0 and below 1")
+        for axis in group["axis"] if isinstance(group["axis"], list) else [group["axis"]]:
+            require(axis in (None, -1, -2), "axis", axis, "-1, -2 or None")
+
+    def _state_shapes(self, p: Tensor, group: Group) -> dict[str, tuple[int, ...] | None]:
+        index = next(i for i, q in enumerate(group["params"]) if q is p)
+        grid = Grid(p.shape, value_at(group["matrix"], index), value_at(group["blocks"], index), "")
+        return {
+            **super()._state_shapes(p, group),
+            "second_moment": self._second_shape(grid, value_at(group["axis"], index)),
+        }
+
+    @staticmethod
+    def _second_shape(grid: Grid, axis: int | None) -> tuple[int, int, int]:
+        axis = axis or (-1 if grid.rows >= grid.cols else -2)
+        return (grid.count, grid.rows, 1) if axis == -1 else (grid.count, 1, grid.cols)
+
+    def _bucket_key(self, w: Work, grid: Grid) -> tuple[Any, ...]:
+        return *super()._bucket_key(w, grid), self._second_shape(grid, w.of("axis"))[1:], w.group["beta2"]
+
+    def _normalize(self, bucket: list[tuple[Work, Grid]], out_Nrc: Tensor, finite: float | Tensor) -> Tensor:
+        for w, grid in bucket:
+            if "second_moment" not in w.state:
+                w.state["second_moment"] = out_Nrc.new_zeros(self._second_shape(grid, w.of("axis")))
+        moments: list[Tensor] = [w.state["second_moment"] for w, _ in bucket]
+        second = torch.cat(moments)
+        axis = -1 if second.shape[-1] == 1 and out_Nrc.shape[-2] == second.shape[-2] else -2
+        size = out_Nrc.shape[axis]
+        mean_square = torch.linalg.vector_norm(out_Nrc, dim=axis, keepdim=True).square_().div_(size)
+        second.lerp_(mean_square, (1 - bucket[0][0].group["beta2"]) * finite)
+        for moment, fresh in zip(moments, second.split([len(m) for m in moments]), strict=True):
+            moment.copy_(fresh)
+        factor = second.clamp(min=1e-10).rsqrt_()
+        # Norms before and after, from the means alone: the update itself is touched once.
+        before = mean_square.sum((-2, -1), keepdim=True).mul_(size).sqrt_()
+        after = mean_square.mul(factor.square()).sum((-2, -1), keepdim=True).mul_(size).sqrt_()
+        return out_Nrc.mul_(factor.mul_(before / after.clamp(min=1e-10)))

@@ -1,0 +1,147 @@
+"""Which parameter goes to which optimizer.
+
+    plan = route(model)
+    print(plan)                                                     # a table with the reason for each parameter
+    optimizer = Combined(NorMuon(plan.muon, lr=0.02), Adam(plan.adam, lr=0.001))
+
+Muon is for the matrices inside a network. Tables that are looked up, the head that makes logits, and everything with
+fewer than two dimensions go to Adam. Where the choice is wrong, a name pattern overrides it:
+
+    route(model, override={"*.gate.weight": "adam", "decoder.out*": "muon", "vision.*": "frozen"})
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal, get_args
+
+from torch import nn
+
+Place = Literal["muon", "adam", "frozen"]
+TABLE_WORDS = ("embed", "wte", "wpe", "lookup")
+HEAD_WORDS = ("head", "lm_head", "logits", "classifier", "unembed")
+
+
+@dataclass(frozen=True)
+class Route:
+    name: str
+    parameter: nn.Parameter
+    place: Place
+    part: str  # the group it is in: matrices, tables, head, vectors
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where everything goes. `muon` and `adam` are parameter groups ready to use; printing it shows the table."""
+
+    routes: tuple[Route, ...]
+
+    @property
+    def muon(self) -> list[dict[str, Any]]:
+        return self._groups("muon")
+
+    @property
+    def adam(self) -> list[dict[str, Any]]:
+        return self._groups("adam")
+
+    def _groups(self, place: str) -> list[dict[str, Any]]:
+        parts: dict[str, list[tuple[str, nn.Parameter]]] = {}
+        for r in self.routes:
+            if r.place == place:
+                parts.setdefault(r.part, []).append((r.name, r.parameter))
+        return [{"params": members, "part": part} for part, members in parts.items()]
+
+    def __str__(self) -> str:
+        rows = [(r.place, r.name, "x".join(map(str, r.parameter.shape)) or "scalar", r.reason) for r in self.routes]
+        rows.insert(0, ("to", "parameter", "shape", "why"))
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows]
+        for place in get_args(Place):
+            members = [r for r in self.routes if r.place == place]
+            if members:
+                total = sum(r.parameter.numel() for r in members)
+                lines.append(f"{place}: {len(members)} tensors, {total:,} parameters")
+        return "\n".join(lines)
+
+
+def route(model: nn.Module, override: Mapping[str, Place] | None = None) -> Plan:
+    """Decide for every parameter of `model`; the last matching pattern of `override` wins.
+
+    ValueError when nothing is left for Muon, or when a pattern matches no parameter: both are mistakes that would
+    otherwise go unnoticed.
+    """
+    override = dict(override or {})
+    for pattern, place in override.items():
+        if place not in get_args(Place):
+            raise ValueError(f"override[{pattern!r}] is {place!r}; it must be one of: {', '.join(get_args(Place))}.")
+    tables = {
+        id(module.weight): module.num_embeddings
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    }
+    named = list(model.named_parameters())
+    head = _unnamed_head(named, tables)
+    routes = []
+    for name, p in named:
+        place, part, reason = _default(name, p, tables, head)
+        for pattern, wanted in override.items():
+            if fnmatchcase(name, pattern):
+                if wanted == "muon" and p.ndim < 2:
+                    raise ValueError(
+                        f"override[{pattern!r}] sends {name} to Muon, but it has {p.ndim} dimensions and Muon needs 2."
+                    )
+                if wanted != place:
+                    part = "matrices" if wanted == "muon" else "others"
+                place, reason = wanted, f"override {pattern!r}"
+        routes.append(Route(name, p, place, part, reason))
+    unused = [pattern for pattern in override if not any(fnmatchcase(name, pattern) for name, _ in named)]
+    if unused:
+        raise ValueError(f"override[{unused[0]!r}] matches no parameter; their names are like {named[0][0]!r}.")
+    plan = Plan(tuple(routes))
+    if not plan.muon:
+        raise ValueError(
+            f"No parameter is left for Muon, so this model would train with Adam alone:\n{plan}\n"
+            'Send some there, e.g. route(model, override={"blocks.*weight": "muon"}), or use Adam by itself.'
+        )
+    return plan
+
+
+def _unnamed_head(named: list[tuple[str, nn.Parameter]], tables: dict[int, int]) -> nn.Parameter | None:
+    """The one matrix that has as many rows as an embedding table, when no name says head."""
+    if any(_has(name, HEAD_WORDS) for name, p in named if p.ndim == 2):
+        return None
+    heights = set(tables.values()) | {p.shape[0] for name, p in named if p.ndim == 2 and _has(name, TABLE_WORDS)}
+    found = [
+        p
+        for name, p in named
+        if p.ndim == 2 and p.shape[0] in heights and id(p) not in tables and not _has(name, TABLE_WORDS)
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def _default(name: str, p: nn.Parameter, tables: dict[int, int], head: nn.Parameter | None) -> tuple[Place, str, str]:
+    if not p.requires_grad:
+        return "frozen", "frozen", "requires no gradient"
+    if p.ndim < 2:
+        return "adam", "vectors", "fewer than two dimensions"
+    if id(p) in tables:
+        return "adam", "tables", "embedding table"
+    if _has(name, HEAD_WORDS):
+        return "adam", "head", "its name says head"
+    if _has(name, TABLE_WORDS):
+        return "adam", "tables", "its name says table"
+    if p is head:
+        return "adam", "head", f"{p.shape[0]} rows, as many as an embedding table"
+    if min(p.shape[0], p[0].numel()) == 1:
+        return "adam", "vectors", "a single row or column"
+    return "muon", "matrices", "hidden matrix" if p.ndim == 2 else "hidden matrix, flattened from more dimensions"
+
+
+def _has(name: str, words: tuple[str, ...]) -> bool:
+    return any(word in part for part in name.lower().split(".") for word in words if not _inside_head(part, word))
+
+
+def _inside_head(part: str, word: str) -> bool:
+    """`heads` and `multihead` speak of attention, not of the head that makes logits."""
+    return word == "head" and ("heads" in part or "multihead" in part)

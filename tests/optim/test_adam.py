@@ -1,0 +1,140 @@
+"""Adam against the plain reference and against torch's AdamW."""
+
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from speedrun.optim import Adam
+from tests.optim import reference
+from tests.optim.test_muon import give, parameters
+
+OPTIONS = st.fixed_dictionaries(
+    {
+        "betas": st.sampled_from([(0.9, 0.999), (0.5, 0.95), (0.0, 0.9)]),
+        "eps": st.sampled_from([1e-8, 1e-3]),
+        "eps_at": st.sampled_from(["corrected", "uncorrected"]),
+        "weight_decay": st.sampled_from([0.0, 0.1, 5.0]),
+        "decay": st.sampled_from(["decoupled", "cautious"]),
+        "decay_by": st.sampled_from(["lr", "lr-squared"]),
+        "every": st.integers(1, 3),
+        "lr_mul": st.sampled_from([1.0, 5.0]),
+        "wd_mul": st.sampled_from([1.0, 2.0]),
+    }
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(OPTIONS, st.sampled_from([torch.float32, torch.float64]), st.integers(1, 7))
+def test_fast_equals_reference(options, dtype, steps) -> None:
+    params = parameters([(5, 3), (7,), ()], dtype=dtype)
+    optimizer = Adam(params, lr=0.01, **options)
+    plain = [reference.Adam(lr=0.01, **options) for _ in params]
+    expected = [p.detach().clone().double() for p in params]
+    for step in range(steps):
+        grads = give(params, step)
+        optimizer.step()
+        expected = [r.step(p, g.double()) for r, p, g in zip(plain, expected, grads, strict=True)]
+    for p, e in zip(params, expected, strict=True):
+        torch.testing.assert_close(p.detach().double(), e, atol=2e-5 if dtype == torch.float32 else 1e-10, rtol=0)
+
+
+def test_equals_torch_adamw_over_100_steps_bit_for_bit() -> None:
+    ours, theirs = parameters([(16, 8), (8,)]), parameters([(16, 8), (8,)])
+    a = Adam(ours, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
+    b = torch.optim.AdamW(theirs, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    for step in range(100):
+        give(ours, step)
+        give(theirs, step)
+        a.step()
+        b.step()
+    for p, q in zip(ours, theirs, strict=True):
+        assert torch.equal(p, q)
+
+
+def test_stepping_every_second_time_uses_the_sum_of_the_gradients() -> None:
+    every, once = parameters([(4, 3)]), parameters([(4, 3)])
+    a, b = Adam(every, lr=0.1, every=2), Adam(once, lr=0.1)
+    (first,) = give(every, 0)
+    before = every[0].detach().clone()
+    a.step()
+    assert torch.equal(every[0], before), "the first call only remembers"
+    (second,) = give(every, 1)
+    a.step()
+    once[0].grad = first + second
+    b.step()
+    assert torch.equal(every[0], once[0])
+    assert "gradient_sum" not in a.state[every[0]], "nothing is kept between turns"
+
+
+def test_gradients_that_wait_survive_a_checkpoint() -> None:
+    straight, resumed = parameters([(4, 3)]), parameters([(4, 3)])
+    a = Adam(straight, lr=0.1, every=2)
+    b = Adam(resumed, lr=0.1, every=2)
+    for step in range(4):
+        if step in (1, 3):
+            saved, b = b.state_dict(), Adam(resumed, lr=0.5, every=2)
+            b.load_state_dict(saved)
+        give(straight, step)
+        give(resumed, step)
+        a.step()
+        b.step()
+    assert torch.equal(straight[0], resumed[0])
+
+
+def test_rows_that_are_rarely_seen_stop_moving_sooner() -> None:
+    """With row_beta1 a row that had one gradient moves once; with plain Adam it drifts on."""
+    drift = {}
+    for row_beta1 in (False, True):
+        table = nn.Parameter(torch.zeros(2, 3))
+        optimizer = Adam([table], lr=0.01, betas=(0.9, 0.95), row_beta1=row_beta1)
+        for step in range(40):
+            table.grad = torch.zeros(2, 3)
+            table.grad[0] = 1.0  # a frequent row
+            table.grad[1] = 1.0 if step == 20 else 0.0  # a rare one
+            optimizer.step()
+            if step == 20:
+                at = table.detach()[1].clone()
+        drift[row_beta1] = (table.detach()[1] - at).norm().item()
+        assert table.detach()[0].mean() < -0.3, "the frequent row is trained as ever"
+    assert drift[True] < 0.3 * drift[False]
+
+
+def test_row_beta1_is_plain_adam_when_every_row_is_always_seen() -> None:
+    a, b = parameters([(4, 3)], dtype=torch.float64), parameters([(4, 3)], dtype=torch.float64)
+    one, two = Adam(a, lr=0.01, row_beta1=True), Adam(b, lr=0.01)
+    for step in range(5):
+        give(a, step)
+        give(b, step)
+        one.step()
+        two.step()
+    torch.testing.assert_close(a[0], b[0], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"lr": -1}, "lr is -1; it must be finite and not negative"),
+        ({"betas": (0.9, 1.0)}, "betas is (0.9, 1.0); it must be two numbers, each at least 0 and below 1"),
+        ({"betas": (0.9,)}, "betas is (0.9,)"),
+        ({"eps": -1e-8}, "eps is -1e-08"),
+        ({"eps_at": "inside"}, "eps_at is 'inside'; it must be one of: corrected, uncorrected"),
+        ({"every": 0}, "every is 0; it must be at least 1"),
+        ({"decay": "no"}, "decay is 'no'"),
+        ({"wd_mul": [1.0, 1.0]}, "wd_mul lists 2 values for 1 parameters"),
+    ],
+)
+def test_bad_options_are_refused_by_name_and_value(options, sentence) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        Adam([nn.Parameter(torch.ones(3))], **options)
+
+
+def test_row_beta1_needs_rows() -> None:
+    p = nn.Parameter(torch.ones(3))
+    optimizer = Adam([("gain", p)], row_beta1=True)
+    p.grad = torch.ones(3)
+    with pytest.raises(ValueError, match=r"row_beta1 is on for gain, which has no rows: its shape is \(3,\)"):
+        optimizer.step()

@@ -1,0 +1,102 @@
+"""Which parameter goes where."""
+
+import pytest
+import torch
+from torch import nn
+
+from speedrun.model.gpt import GPT, GPTConfig
+from speedrun.optim import Adam, Combined, NorMuon, route
+
+
+class Odd(nn.Module):
+    """Names that say nothing: shapes and module types have to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Embedding(100, 8)
+        self.conv = nn.Conv2d(3, 6, 3)
+        self.mix = nn.Linear(8, 8)
+        self.gain = nn.Parameter(torch.ones(8))
+        self.one = nn.Linear(8, 1, bias=False)
+        self.z = nn.Linear(8, 100, bias=False)
+        self.still = nn.Parameter(torch.ones(4, 4), requires_grad=False)
+
+
+def places(model: nn.Module, **options) -> dict[str, str]:
+    return {r.name: r.place for r in route(model, **options).routes}
+
+
+def test_by_type_shape_and_name() -> None:
+    assert places(Odd()) == {
+        "a.weight": "adam",  # an embedding
+        "conv.weight": "muon",
+        "conv.bias": "adam",
+        "mix.weight": "muon",
+        "mix.bias": "adam",
+        "gain": "adam",
+        "one.weight": "adam",  # a single row
+        "z.weight": "adam",  # as many rows as the embedding: it makes logits
+        "still": "frozen",
+    }
+
+
+def test_our_own_model() -> None:
+    model = GPT(GPTConfig(vocab=64, layers=1, width=16, heads=2), context=8)
+    plan = route(model)
+    assert [name for name, _ in plan.muon[0]["params"]] == [
+        "blocks.0.attention.qkv.weight", "blocks.0.attention.out.weight", "blocks.0.mlp.up.weight",
+        "blocks.0.mlp.down.weight",
+    ]  # fmt: skip
+    assert {g["part"]: [n for n, _ in g["params"]] for g in plan.adam} == {"tables": ["embed"], "head": ["head"]}
+
+
+def test_heads_of_attention_are_not_the_head() -> None:
+    model = nn.TransformerEncoderLayer(16, 2, 32)
+    assert places(model)["self_attn.in_proj_weight"] == "muon"
+    assert places(nn.ModuleDict({"multihead": nn.Linear(4, 4, bias=False)})) == {"multihead.weight": "muon"}
+
+
+def test_a_pattern_overrides() -> None:
+    chosen = places(Odd(), override={"conv.*": "adam", "z.weight": "muon", "mix.bias": "frozen"})
+    assert (chosen["conv.weight"], chosen["z.weight"], chosen["mix.bias"]) == ("adam", "muon", "frozen")
+
+
+def test_tied_weights_appear_once() -> None:
+    model = Odd()
+    model.z.weight = model.a.weight
+    assert [r.name for r in route(model).routes].count("a.weight") == 1
+    assert "z.weight" not in places(model)
+
+
+def test_the_groups_are_ready_to_use() -> None:
+    model = Odd()
+    plan = route(model)
+    optimizer = Combined(NorMuon(plan.muon, lr=0.02), Adam(plan.adam, lr=0.001))
+    trained = {id(p) for g in optimizer.param_groups for p in g["params"]}
+    assert trained == {id(p) for p in model.parameters() if p.requires_grad}
+    assert "mix.weight" in optimizer.param_groups[0]["param_names"]
+
+
+def test_the_table_can_be_read() -> None:
+    text = str(route(Odd()))
+    assert "muon    conv.weight  6x3x3x3  hidden matrix, flattened from more dimensions" in text
+    assert "adam    a.weight     100x8    embedding table" in text
+    assert "muon: 2 tensors, 226 parameters" in text
+
+
+def test_nothing_for_muon_is_an_error_with_the_table() -> None:
+    with pytest.raises(ValueError, match=r"(?s)No parameter is left for Muon.*0\.weight"):
+        route(nn.Sequential(nn.Embedding(10, 4), nn.LayerNorm(4)))
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ({"nothing.*": "adam"}, r"override\['nothing.\*'\] matches no parameter"),
+        ({"mix.*": "sgd"}, r"override\['mix.\*'\] is 'sgd'; it must be one of: muon, adam, frozen"),
+        ({"gain": "muon"}, r"sends gain to Muon, but it has 1 dimensions"),
+    ],
+)
+def test_mistaken_overrides_are_refused(override, sentence) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        route(Odd(), override=override)
