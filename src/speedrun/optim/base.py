@@ -8,7 +8,7 @@ masters; `_write` puts them back.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -46,7 +46,8 @@ class SpeedrunOptimizer(Optimizer):
     per_parameter: tuple[str, ...] = ("lr_mul", "wd_mul")  # group values that may be a list, one value per parameter
 
     def __init__(self, params: ParamsT, defaults: Group) -> None:
-        params = list(params) if not isinstance(params, Tensor) else params
+        if not isinstance(params, Tensor):
+            params = cast(ParamsT, list(params))
         if isinstance(params, list) and not params:
             raise ValueError(
                 f"{type(self).__name__} got an empty parameter list; pass model.named_parameters(), or what "
@@ -284,7 +285,7 @@ class SpeedrunOptimizer(Optimizer):
             for p in sums:
                 self.state[p] = {k: v for k, v in self.state[p].items() if k != "checksum"}
 
-    @torch._disable_dynamo
+    @torch.compiler.disable
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Torch's, but matched by name when both sides have names, and with every dtype kept as it was saved."""
         state_dict = self._aligned(state_dict)

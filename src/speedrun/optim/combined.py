@@ -88,7 +88,7 @@ class Combined(Optimizer):
         self._share()
 
     @torch.compiler.disable
-    def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:
         """One step of each. Gradients of all are checked before the first weight changes."""
         loss = None
         if closure is not None:
@@ -99,8 +99,8 @@ class Combined(Optimizer):
         together: float | Tensor = 1.0
         for answer in answers:
             together = answer * together
-        for optimizer in checking:
-            optimizer._answer = together
+        for checked in checking:
+            checked._answer = together
         for optimizer in self.optimizers:
             optimizer.step()
         return loss

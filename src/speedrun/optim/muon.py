@@ -262,7 +262,7 @@ class NorMuon(Muon):
         axis: int | list[int | None] | None = None,
         **options: Any,
     ) -> None:
-        unknown = set(options) - set(Muon.__init__.__kwdefaults__)
+        unknown = set(options) - set(Muon.__init__.__kwdefaults__ or ())
         if unknown:
             raise TypeError(f"NorMuon has no argument {sorted(unknown)[0]!r}.")
         super().__init__(params, lr, beta2=beta2, axis=axis, **options)

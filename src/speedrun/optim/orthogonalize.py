@@ -45,7 +45,7 @@ _DEFAULTS: dict[str, tuple[Coefficients, float]] = {  # coefficients, and how fa
     "polar-express": (POLAR_EXPRESS, 1.02),
     "newton-schulz": (NEWTON_SCHULZ, 1.0),
 }
-_CLASSIC: Coefficients = ((15 / 8, -10 / 8, 3 / 8),)  # converges to 1 exactly, slowly: used when LAPACK gives up
+_CLASSIC = (15 / 8, -10 / 8, 3 / 8)  # converges to 1 exactly, slowly: used when LAPACK gives up
 
 # Above this ratio of the sides, iterating on the s x s Gram matrix needs fewer FLOPs than on the matrix itself: with
 # five iterations 2 r + 17 against 10 r + 5 products of s^3.
@@ -152,7 +152,7 @@ def _by_svd(g_Nmn: Tensor) -> Tensor:
     x_Nmn = g_Nmn / torch.where(largest_N11 > 0, largest_N11, 1)
     try:
         u, sigma_Ns, vh = torch.linalg.svd(x_Nmn, full_matrices=False)
-    except torch.linalg.LinAlgError:
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         return _converged(x_Nmn)
     noise = max(g_Nmn.shape[-2:]) * torch.finfo(g_Nmn.dtype).eps
     keep_Ns = sigma_Ns > noise * sigma_Ns[..., :1]
@@ -161,5 +161,5 @@ def _by_svd(g_Nmn: Tensor) -> Tensor:
 
 def _converged(x_Nmn: Tensor) -> Tensor:
     """What SVD gives, without LAPACK: Polar Express, then an iteration whose only limit is 1, in float64."""
-    triples = [*POLAR_EXPRESS, *POLAR_EXPRESS[-1:] * 10, *_CLASSIC * 10]
+    triples = [*POLAR_EXPRESS, *[POLAR_EXPRESS[-1]] * 10, *[_CLASSIC] * 10]
     return iterate_direct(_unit_norm(x_Nmn.double(), 1.02), triples).to(x_Nmn.dtype)

@@ -60,12 +60,16 @@ class Snoo(Optimizer):
             self.buffers.append(None)
 
     @torch.compiler.disable
-    def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:  # type: ignore[override]
-        loss = self.optimizer.step(closure)
+    def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.optimizer.step()
         if self.count % self.k == 0:
             self._outer_step()
         self.count += 1
-        return loss  # type: ignore[return-value]
+        return loss
 
     @torch.no_grad()
     def _outer_step(self) -> None:

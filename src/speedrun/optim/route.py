@@ -53,8 +53,8 @@ class Plan:
         return [{"params": members, "part": part} for part, members in parts.items()]
 
     def __str__(self) -> str:
-        rows = [(r.place, r.name, "x".join(map(str, r.parameter.shape)) or "scalar", r.reason) for r in self.routes]
-        rows.insert(0, ("to", "parameter", "shape", "why"))
+        rows = [("to", "parameter", "shape", "why")]
+        rows += [(r.place, r.name, "x".join(map(str, r.parameter.shape)) or "scalar", r.reason) for r in self.routes]
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows]
         for place in get_args(Place):

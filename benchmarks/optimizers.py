@@ -1,0 +1,221 @@
+"""One step of our optimizers against their peers, against a plain version, and against the machine.
+
+    python -m benchmarks.optimizers                    # all of it, some minutes
+    python -m benchmarks.optimizers --part steps       # optimizer steps alone
+    python -m benchmarks.optimizers --part training    # NorMuon + Adam against fused AdamW in whole training steps
+
+Everything that is compared runs interleaved in one process; ratios of medians are printed. `limit` is the step's matrix
+products alone, counted as executed, at the speed that a large matrix product reached in the same run. Peers that are
+not installed are named and left out (pip install pytorch-optimizer heavyball).
+"""
+
+import argparse
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from speedrun.model.gpt import GPT, GPTConfig
+from speedrun.optim import Adam, Combined, Muon, NorMuon, orthogonalize, route
+from speedrun.optim.orthogonalize import _GRAM_RATIO
+from speedrun.train.device import choose, compiled
+
+Step = Callable[[], object]
+
+
+def matrices(layers: int, width: int) -> list[nn.Parameter]:
+    """QKV, O, MLP up and down of each layer, with gradients."""
+    shapes = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)] * layers
+    params = [nn.Parameter(torch.randn(shape) * 0.02) for shape in shapes]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    return params
+
+
+def unbatched(params: list[nn.Parameter], lr: float = 0.02, mu: float = 0.95) -> Step:
+    """Muon as a person would first write it in float32: one block after the other, three products an iteration."""
+    from speedrun.optim import POLAR_EXPRESS
+
+    momentum = [torch.zeros_like(p) for p in params]
+
+    @torch.no_grad()
+    def step() -> None:
+        for p, m in zip(params, momentum, strict=True):
+            assert p.grad is not None
+            m.lerp_(p.grad, 1 - mu)
+            u = p.grad.lerp(m, mu)
+            blocks = u.chunk(3) if u.shape[0] == 3 * u.shape[1] else (u,)
+            done = []
+            for block in blocks:
+                tall = block.shape[0] > block.shape[1]
+                x = block.T if tall else block
+                x = x / (x.norm() * 1.02 + 1e-7)
+                for a, b, c in POLAR_EXPRESS:
+                    s = x @ x.T
+                    x = a * x + (b * s + c * s @ s) @ x
+                done.append(x.T if tall else x)
+            p.sub_(torch.cat(done), alpha=lr)
+
+    return step
+
+
+def executed_flops(rows: int, cols: int, steps: int = 5) -> float:
+    """Of the matrix products that `orthogonalize` makes for one block."""
+    small, large = min(rows, cols), max(rows, cols)
+    cube, wide = 2.0 * small**3, 2.0 * small * small * large
+    if large > _GRAM_RATIO * small:
+        return 2 * wide + cube * (steps + 2 * (steps - 1) + (steps - 1))
+    return steps * (2 * wide + cube)
+
+
+def peak(size: int) -> float:
+    """FLOP/s of one large float32 matrix product, now."""
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    out = torch.empty(size, size)
+    start = time.perf_counter()
+    torch.mm(a, b, out=out)
+    return 2.0 * size**3 / (time.perf_counter() - start)
+
+
+def medians(steps: dict[str, Step], rounds: int) -> dict[str, float]:
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for name in steps:
+        steps[name]()
+    for _ in range(rounds):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def peers(layers: int, width: int) -> dict[str, Step]:
+    found: dict[str, Step] = {"torch.optim.Muon": torch.optim.Muon(matrices(layers, width), lr=0.02).step}
+    if importlib.util.find_spec("pytorch_optimizer"):
+        from pytorch_optimizer import Muon as TheirMuon
+
+        found["pytorch_optimizer Muon"] = TheirMuon(
+            [{"params": matrices(layers, width), "use_muon": True}], lr=0.02
+        ).step
+    else:
+        print("pytorch_optimizer is not installed: left out")
+    if importlib.util.find_spec("heavyball"):
+        import heavyball
+
+        params = matrices(layers, width)
+        grads = [p.grad for p in params]
+        optimizer = heavyball.Muon(params, lr=0.02)
+
+        def heavyball_step() -> None:
+            for p, g in zip(params, grads, strict=True):  # it takes the gradients away
+                p.grad = g
+            optimizer.step()
+
+        found["heavyball Muon"] = heavyball_step
+    else:
+        print("heavyball is not installed: left out")
+    return found
+
+
+def compare_steps(layers: int, width: int, rounds: int) -> None:
+    blocks = [3, 1, 1, 1] * layers
+    split: list[float] = []
+
+    def speed() -> None:
+        split.append(peak(1024))
+
+    ours = {
+        "Muon, QKV apart": Muon([{"params": matrices(layers, width), "blocks": blocks}], lr=0.02).step,
+        "Muon, QKV as one": Muon(matrices(layers, width), lr=0.02).step,
+        "NorMuon, QKV apart": NorMuon([{"params": matrices(layers, width), "blocks": blocks}], lr=0.02).step,
+    }
+    steps: dict[str, Step] = {**ours, "unbatched float32": unbatched(matrices(layers, width)), **peers(layers, width)}
+    stack = (
+        torch.randn(4 * layers, width, width),
+        torch.randn(layers, 4 * width, width),
+        torch.randn(layers, width, 4 * width),
+    )
+    steps["orthogonalize alone"] = lambda: [orthogonalize(x) for x in stack]
+    steps["machine speed"] = speed
+    times = medians(steps, rounds)
+    flops = layers * (4 * executed_flops(width, width) + 2 * executed_flops(4 * width, width))
+    best = statistics.median(split)
+    base = times["Muon, QKV apart"]
+    count = sum(p.numel() for p in matrices(layers, width))
+    print(f"\n{layers} layers of width {width}: {count / 1e6:.1f} M parameters, matmul speed {best / 1e9:.0f} GFLOP/s")
+    for name in steps:
+        if name != "machine speed":
+            print(f"  {name:24} {1e3 * times[name]:9.1f} ms   {times[name] / base:6.2f}x of ours")
+    print(f"  {'limit':24} {1e3 * flops / best:9.1f} ms   {flops / best / base:6.2f} of our step (FLOPs as executed)")
+
+
+def compare_training(config: GPTConfig, rows: int, length: int, micro: int, rounds: int) -> None:
+    """Whole steps: forward and backward over `rows`, `micro` at a time, then the optimizer."""
+    ids = torch.randint(0, config.vocab, (rows, length))
+    targets = ids.roll(-1, 1)
+
+    def trainer(build: Callable[[nn.Module], torch.optim.Optimizer]) -> Step:
+        torch.manual_seed(0)
+        model = GPT(config, length)
+        call, why_not = compiled(model, True, ids.device)
+        if why_not:
+            print(f"not compiled: {why_not}")
+        optimizer = build(model)
+
+        def step() -> None:
+            for i in range(0, rows, micro):
+                loss: Tensor = call(ids[i : i + micro], targets[i : i + micro], None) / ids.numel()
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    def normuon(model: nn.Module) -> torch.optim.Optimizer:
+        plan = route(model)
+        (group,) = plan.muon
+        group["blocks"] = [3 if "qkv" in name else 1 for name, _ in group["params"]]
+        return Combined(NorMuon([group], lr=0.02), Adam(plan.adam, lr=0.003))
+
+    times = medians(
+        {
+            "AdamW, fused": trainer(lambda model: torch.optim.AdamW(model.parameters(), lr=0.001, fused=True)),
+            "NorMuon + Adam": trainer(normuon),
+        },
+        rounds,
+    )
+    base = times["AdamW, fused"]
+    print(
+        f"\ntraining: {config.layers} layers of width {config.width}, {rows * length:,} tokens a step, {micro} rows at a time"
+    )
+    for name, value in times.items():
+        print(f"  {name:16} {1e3 * value:9.1f} ms   {value / base:.3f}x")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=["all", "steps", "training"], default="all")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--large", action=argparse.BooleanOptionalAction, default=True, help="also 12 layers of width 768"
+    )
+    args = parser.parse_args()
+    for line in choose().lines():
+        print(line)
+    if args.part in ("all", "steps"):
+        compare_steps(6, 384, args.rounds)
+        if args.large:
+            compare_steps(12, 768, max(2, args.rounds // 3))
+    if args.part in ("all", "training"):
+        pocket = GPTConfig(layers=3, width=192, heads=3, tied=True)
+        compare_training(pocket, 32, 128, 32, 3 * args.rounds)
+        compare_training(pocket, 8, 128, 8, 6 * args.rounds)
+        if args.large:
+            compare_training(GPTConfig(layers=12, width=768, heads=12, vocab=4096, tied=True), 128, 256, 8, 2)
+
+
+if __name__ == "__main__":
+    main()
