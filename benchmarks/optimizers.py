@@ -188,9 +188,8 @@ def compare_training(config: GPTConfig, rows: int, length: int, micro: int, roun
         rounds,
     )
     base = times["AdamW, fused"]
-    print(
-        f"\ntraining: {config.layers} layers of width {config.width}, {rows * length:,} tokens a step, {micro} rows at a time"
-    )
+    shape = f"{config.layers} layers of width {config.width}"
+    print(f"\ntraining: {shape}, {rows * length:,} tokens a step, {micro} rows at a time")
     for name, value in times.items():
         print(f"  {name:16} {1e3 * value:9.1f} ms   {value / base:.3f}x")
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 from speedrun.model.gpt import GPT, GPTConfig, flops_per_token
-from speedrun.optim.adamw import build_adamw
+from speedrun.optim.config import build_optimizer
 from speedrun.recipes import get_recipe
 from speedrun.train.config import Recipe
 from speedrun.train.device import choose, compiled
@@ -25,7 +25,7 @@ from speedrun.train.device import choose, compiled
 
 def our_step(recipe: Recipe, ids: torch.Tensor) -> Callable[[], None]:
     model = GPT(recipe.model, recipe.context)
-    optimizer = build_adamw(model.named_parameters(), recipe.optim)
+    optimizer = build_optimizer(model.named_parameters(), recipe.optim)
     call, why_not = compiled(model, True, ids.device)
     if why_not:
         print(f"not compiled: {why_not}")

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from speedrun.data.tokenizer import Tokenizer
 from speedrun.errors import UserError
-from speedrun.model.gpt import GPT, GPTConfig
+from speedrun.model.gpt import GPT, GPTConfig, Windows
 from speedrun.sample import generate, pick, sample_text
 
 VOCAB = 50
@@ -30,15 +30,26 @@ def greedy_the_slow_way(model: GPT, ids: list[int], tokens: int) -> list[int]:
     ids = list(ids)
     model.grow(len(ids) + tokens)
     for _ in range(tokens):
-        t = torch.arange(len(ids))
-        behind = t[:, None] - t[None, :]
-        band = (behind >= 0) & (behind < model.context)
-        features_TD = model.trunk(torch.tensor([ids]), band[None, None])[0]
-        ids.append(int(F.linear(features_TD[-1], model.head_weight).argmax()))
+        windows = Windows(model.context - 1, model.context - 1)
+        features_TD = model.features(torch.tensor([ids]), windows=windows)[0]
+        ids.append(int(F.linear(features_TD[-1], model.head_weight(tied=False)).argmax()))
     return ids[-tokens:]
 
 
-@pytest.mark.parametrize("form", [{}, {"tied": True, "qk_norm": False, "attention_residual": "depth"}])
+FORMS = [
+    {},
+    {"tied": True, "qk_norm": False, "attention_residual": "depth"},
+    {"smear": True, "smear_mtp": True, "gate_inputs": 4},
+    {"rotary": "half", "key_offset": True, "long_layers": (1,), "rotary_base": 100.0},
+    {
+        "value_tables": 1, "value_layers": ((1, 0),), "value_gates": True, "attention_gates": True, "gate_inputs": 4,
+        "skips": ((0, 1),), "skip_gates": True, "x0_lambdas": True, "second_embedding": True, "backout": 0,
+        "attention_lambdas": True, "residual_lambdas": 1.1, "softcap": "sigmoid",
+    },
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("context", "prompt"), [(64, 3), (8, 3), (8, 8), (8, 9), (8, 21), (2, 5), (1, 4)])
 def test_the_cache_gives_what_recomputing_everything_gives(context: int, prompt: int, form: dict[str, object]) -> None:
     """Also for prompts longer than the window, and for texts that outgrow it."""

@@ -26,7 +26,7 @@ from speedrun.data.loader import LoaderConfig
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError, nearest
 from speedrun.model.gpt import GPTConfig, count_parameters
-from speedrun.optim.adamw import AdamWConfig
+from speedrun.optim.config import OptimConfig
 from speedrun.race import sweep as sweep_room
 from speedrun.recipes import DEFAULT, LINEAGE, get_recipe
 from speedrun.tracks import TRACKS, Track, get_track, own_track
@@ -121,8 +121,8 @@ class Train:
     """The network."""
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     """How tokens become rows."""
-    optim: AdamWConfig = field(default_factory=AdamWConfig)
-    """The optimizer."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """The optimizers."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Steps, batch and learning rate over time."""
     validation: ValidationConfig = field(default_factory=ValidationConfig)

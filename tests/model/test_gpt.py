@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from speedrun.errors import UserError
-from speedrun.model.attention import attend, document_mask, reference_attend
+from speedrun.model.attention import attend, reference_attend
 from speedrun.model.embeddings import lookup
 from speedrun.model.gpt import GPT, GPTConfig, count_parameters, flops_per_token
 from speedrun.model.head import cross_entropy_sum
-from speedrun.model.rotary import rotary_tables, rotate
+from speedrun.model.rotary import frequencies, rotary_tables, rotate
 from speedrun.recipes import get_recipe
 
 SMALL = GPTConfig(vocab=64, layers=2, width=32, heads=2)
@@ -70,7 +70,7 @@ def test_nothing_looks_ahead(form: GPTConfig) -> None:
     x = ids(1, 12)
     changed = x.clone()
     changed[0, 8] = (x[0, 8] + 1) % 64
-    before, after = model.trunk(x), model.trunk(changed)
+    before, after = model.features(x), model.features(changed)
     torch.testing.assert_close(before[:, :8], after[:, :8])
     assert not torch.allclose(before[:, 8:], after[:, 8:])
 
@@ -80,7 +80,7 @@ def test_attention_is_its_definition_with_and_without_documents() -> None:
     q, k, v = (torch.randn(2, 10, 3, 8, generator=generator) for _ in range(3))
     torch.testing.assert_close(attend(q, k, v), reference_attend(q, k, v))
     documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2, 3], [0] * 10])
-    packed = attend(q, k, v, mask=document_mask(documents))
+    packed = attend(q, k, v, documents_BT=documents)
     torch.testing.assert_close(packed, reference_attend(q, k, v, documents_BT=documents))
     torch.testing.assert_close(packed[:1, 3:7], attend(q[:1, 3:7], k[:1, 3:7], v[:1, 3:7]))
 
@@ -91,12 +91,12 @@ def test_the_head_loss_is_softmax_cross_entropy_in_float32() -> None:
     targets = torch.tensor([3, -1, 49, 0, 7, -1, 8])
     logp = (x.double() @ w.double().t()).log_softmax(-1)
     expected = -sum(logp[i, t] for i, t in enumerate(targets) if t >= 0)
-    assert cross_entropy_sum(x, w, targets).item() == pytest.approx(float(expected), rel=1e-6)
-    assert cross_entropy_sum(x.bfloat16(), w, targets).dtype == torch.float32
+    assert cross_entropy_sum(x, w, targets, SMALL).item() == pytest.approx(float(expected), rel=1e-6)
+    assert cross_entropy_sum(x.bfloat16(), w, targets, SMALL).dtype == torch.float32
 
 
 def test_rotation_keeps_lengths_and_depends_on_distance_alone() -> None:
-    cos, sin = rotary_tables(20, 8, 10_000.0)
+    cos, sin = rotary_tables(20, frequencies(8, 10_000.0))
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, 1, 1, 8, generator=generator) for _ in range(2))
 
@@ -109,7 +109,7 @@ def test_rotation_keeps_lengths_and_depends_on_distance_alone() -> None:
 
 
 def test_rotation_pairs_a_channel_with_the_one_half_a_head_further() -> None:
-    cos, sin = rotary_tables(2, 4, 10_000.0)
+    cos, sin = rotary_tables(2, frequencies(4, 10_000.0))
     x = torch.tensor([1.0, 0.0, 0.0, 0.0]).view(1, 1, 1, 4)
     turned = rotate(x, cos[1:], sin[1:]).flatten()
     torch.testing.assert_close(turned, torch.tensor([math.cos(1), 0.0, -math.sin(1), 0.0]))
@@ -151,7 +151,7 @@ def test_initial_values_are_those_of_the_config() -> None:
         ({"layers": 0}, "layers is 0"),
         ({"mlp_ratio": 0.0}, "mlp_ratio is 0.0"),
         ({"rotary_base": 1.0}, "rotary_base is 1.0"),
-        ({"embed_std": -1.0}, "must not be negative"),
+        ({"embed_std": -1.0}, "must be finite and not negative"),
     ],
 )
 def test_impossible_shapes_are_refused_with_a_way_out(change: dict[str, object], words: str) -> None:

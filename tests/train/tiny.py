@@ -6,7 +6,7 @@ from typing import Any
 from speedrun.data.loader import LoaderConfig
 from speedrun.data.shards import TokenFolder
 from speedrun.model.gpt import GPTConfig
-from speedrun.optim.adamw import AdamWConfig
+from speedrun.optim.config import OptimConfig
 from speedrun.train.config import Recipe, ValidationConfig, with_fields
 from speedrun.train.device import choose
 from speedrun.train.loop import Options, Trainer
@@ -20,7 +20,7 @@ TINY = Recipe(
     about="for tests",
     model=GPTConfig(vocab=4096, layers=2, width=32, heads=2),
     loader=LoaderConfig(),
-    optim=AdamWConfig(lr=0.01),
+    optim=OptimConfig(lr=0.01),
     schedule=ScheduleConfig(steps=12, rows=4, length=32),
     validation=ValidationConfig(every=5, rows=4, length=32),
 )
@@ -31,5 +31,5 @@ def tiny_trainer(tokens: TokenFolder, folder: Path, changes: dict[str, Any] | No
     recipe = with_fields(TINY, changes or {})
     run = RunFolder.create(folder, {"recipe": "tiny"}, console=lambda line: None)
     machine = choose("cpu", "float32", threads=1)
-    report = Report(recipe.schedule.steps, quiet=True)
+    report = Report(recipe.schedule.total, quiet=True)
     return Trainer(recipe, tokens, machine, Options(**{"compile": False, **options}), run, report)

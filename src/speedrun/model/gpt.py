@@ -1,90 +1,44 @@
-"""The GPT. Every part that a recipe may choose is a field of `GPTConfig`.
+"""The GPT. Every part that a recipe may choose is a field of `GPTConfig`; a switch that is off costs nothing.
 
-Shapes: B rows, T positions, D width, H heads, K head width, V vocabulary, N = B * T.
+What may change during a run is an argument of `forward`: windows, weights of the predicted tokens, tied or split.
+
+Shapes: B rows, T positions, D width, H heads, K head width, V vocabulary, N = B * T, G gate inputs, L layers.
 """
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speedrun.errors import UserError
-from speedrun.model.attention import attend, document_mask
+from speedrun.model.attention import attend, attend_masked, visible
+from speedrun.model.config import GPTConfig
 from speedrun.model.embeddings import lookup
-from speedrun.model.head import cross_entropy_sum
-from speedrun.model.rotary import rotary_tables, rotate
+from speedrun.model.head import cross_entropy_sum, logits_of, multi_token_sum
+from speedrun.model.rotary import frequencies, rotary_tables, rotate, stretched
 
-KeyValue = tuple[Tensor, Tensor]  # what a layer remembers of earlier positions, each (B, S, H, K)
+__all__ = ["GPT", "Cache", "GPTConfig", "Windows", "count_parameters", "flops_per_token"]
 
 
-@dataclass(frozen=True)
-class GPTConfig:
-    vocab: int = 4096
-    """Entries of the token table."""
-    layers: int = 3
-    """Transformer blocks."""
-    width: int = 192
-    """Residual width."""
-    heads: int = 3
-    """Attention heads; the width must divide by them, into an even head width."""
-    mlp_ratio: float = 4.0
-    """Hidden width of the MLP over the residual width."""
-    activation: Literal["gelu", "relu2"] = "relu2"
-    """gelu (exact), or the square of ReLU."""
-    qk_norm: bool = True
-    """RMS-normalise queries and keys per head before the rotation."""
-    rotary_base: float = 10_000.0
-    """Slowest rotary wavelength over 2 pi."""
-    tied: bool = False
-    """One table for the embedding and the head."""
-    embed_norm: bool = False
-    """RMS-normalise the embedding before the first block."""
-    embed_std: float = 0.05
-    """Standard deviation of the initial token table; 0 means uniform within 1 / sqrt(width), torch's Linear."""
-    zero_init: bool = True
-    """Start the output projections of attention and MLP, and an untied head, at zero."""
-    init_scale: float = 1.0
-    """Other matrices start uniform within init_scale / sqrt(inputs)."""
-    attention_residual: Literal["one", "depth"] = "one"
-    """Factor of the attention branch in the residual sum: 1, or 1 / sqrt(2 * layers)."""
-    norm_eps: float = 1e-6
-    """Epsilon of every RMS norm."""
+class Windows(NamedTuple):
+    """How many tokens back attention looks, beside the token itself."""
 
-    def __post_init__(self) -> None:
-        for name in ("vocab", "layers", "width", "heads"):
-            if getattr(self, name) < 1:
-                raise UserError(f"model.{name} is {getattr(self, name)}; it must be at least 1.")
-        for name, allowed in (("activation", ("gelu", "relu2")), ("attention_residual", ("one", "depth"))):
-            if getattr(self, name) not in allowed:
-                raise UserError(f"model.{name} is {getattr(self, name)!r}; it must be one of: {', '.join(allowed)}.")
-        if self.width % self.heads or (self.width // self.heads) % 2:
-            good = [h for h in range(1, self.width // 2 + 1) if self.width % (2 * h) == 0]
-            raise UserError(
-                f"model.width {self.width} does not split into {self.heads} heads of even width; "
-                f"model.heads may be one of {', '.join(map(str, good)) or 'none: choose an even width'}."
-            )
-        if self.mlp_ratio <= 0 or int(self.mlp_ratio * self.width) < 1:
-            raise UserError(f"model.mlp_ratio is {self.mlp_ratio}; it must be above 0.")
-        if self.embed_std < 0 or self.init_scale < 0 or self.norm_eps < 0:
-            raise UserError("model.embed_std, model.init_scale and model.norm_eps must not be negative.")
-        if self.rotary_base <= 1:
-            raise UserError(f"model.rotary_base is {self.rotary_base}; it must be above 1.")
+    short: int
+    long: int
 
-    @property
-    def head_width(self) -> int:
-        return self.width // self.heads
 
-    @property
-    def mlp_width(self) -> int:
-        return int(self.mlp_ratio * self.width)
+@dataclass
+class LayerCache:
+    keys: Tensor  # (B, S, H, K) of earlier positions, as attention saw them
+    values: Tensor
+    last_key: Tensor  # (B, 1, H, K) of the last position, before the key offset
 
 
 @dataclass
 class Cache:
-    """Keys and values of every layer, for generating one token at a time.
+    """What generating one token at a time remembers.
 
     A position sees itself and at most `window - 1` earlier ones, so text may grow beyond the length the model was
     trained on without showing it distances it has never seen.
@@ -92,7 +46,8 @@ class Cache:
 
     window: int
     position: int = 0
-    layers: list[KeyValue] = field(default_factory=list)
+    layers: dict[int, LayerCache] = field(default_factory=dict)
+    last: dict[str, Tensor] = field(default_factory=dict)  # of the last position, what the next one mixes in
 
 
 class Matrix(nn.Module):
@@ -107,29 +62,107 @@ class Matrix(nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class Place(NamedTuple):
+    """Where the tokens of a forward pass are, and how far they may see."""
+
+    cos: Tensor
+    sin: Tensor
+    scale: float | None
+    documents_BT: Tensor | None
+    follows_BT: Tensor | None  # True where a position may mix in the one before; None: everywhere but at 0
+    windows: Windows | None
+
+
+def norm(x: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), eps=eps)
+
+
+def previous(x: Tensor, before: Tensor | None = None) -> Tensor:
+    """Along axis 1, what stood one position earlier; `before` is what stood before the first, or zeros."""
+    first = torch.zeros_like(x[:, :1]) if before is None else before
+    return torch.cat([first, x[:, :-1]], dim=1)
 
 
 class Attention(nn.Module):
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.layer = config, layer
         self.qkv = Matrix(config.width, 3 * config.width)
         self.out = Matrix(config.width, config.width)
+        self.long = layer in config.long_layers
+        self.offset = config.key_offset and self.long
+        self.value_table = dict(config.value_layers).get(layer)
+        gate = (config.heads, config.gate_inputs)
+        self.gate = nn.Parameter(torch.zeros(gate)) if config.attention_gates else None
+        gated_value = config.value_gates and self.value_table is not None
+        self.value_gate = nn.Parameter(torch.zeros(gate)) if gated_value else None
+        self.lambdas = nn.Parameter(torch.tensor([0.5, 1.0])) if config.attention_lambdas else None
+        self.value_lambdas = nn.Parameter(torch.tensor([0.5, 0.5])) if config.value_lambdas else None
 
-    def forward(
-        self, x_BTD: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, past: KeyValue | None = None
-    ) -> tuple[Tensor, KeyValue]:
+    def forward(self, x_BTD: Tensor, value_BTD: Tensor | None, at: Place, cache: Cache | None) -> Tensor:
         B, T, D = x_BTD.shape
         c = self.config
-        q, k, v = self.qkv(x_BTD).view(B, T, 3, c.heads, c.head_width).unbind(2)  # each (B, T, H, K)
+        weight = self.qkv.weight.to(x_BTD.dtype)
+        if self.lambdas is not None:
+            weight = weight * self.lambdas[0]
+        q, k, v = F.linear(x_BTD, weight).view(B, T, 3, c.heads, c.head_width).unbind(2)  # each (B, T, H, K)
         if c.qk_norm:
-            q, k = (F.rms_norm(z, (c.head_width,), eps=c.norm_eps) for z in (q, k))
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            q, k = norm(q, c.norm_eps), norm(k, c.norm_eps)
+        q, k = rotate(q, at.cos, at.sin), rotate(k, at.cos, at.sin)
+        v = self.mix_values(v, x_BTD, value_BTD)
+        past = None if cache is None else cache.layers.get(self.layer)
+        raw_k = k
+        if self.offset:
+            k = self.shift_still_channels(k, at.follows_BT, None if past is None else past.last_key)
+        window = None if at.windows is None else (at.windows.long if self.long else at.windows.short)
+        if cache is None:
+            y = attend(q, k, v, documents_BT=at.documents_BT, window=window, scale=at.scale)
+        else:
+            y = self.attend_cached(q, k, v, raw_k, window, at.scale, cache)
+        if self.gate is not None:
+            y = y * torch.sigmoid(F.linear(x_BTD[..., : c.gate_inputs], self.gate))[..., None]
+        y = y.reshape(B, T, D)
+        return self.out(y) if self.lambdas is None else F.linear(y, self.out.weight.to(y.dtype) * self.lambdas[1])
+
+    def mix_values(self, v_BTHK: Tensor, x_BTD: Tensor, value_BTD: Tensor | None) -> Tensor:
+        c = self.config
+        if c.value_norm:
+            v_BTHK = norm(v_BTHK, c.norm_eps)
+        if self.value_lambdas is not None:
+            v_BTHK = self.value_lambdas[0] * v_BTHK
+        if value_BTD is None:
+            return v_BTHK
+        extra = value_BTD.view_as(v_BTHK)
+        if self.value_gate is not None:
+            extra = extra * (2 * torch.sigmoid(F.linear(x_BTD[..., : c.gate_inputs], self.value_gate)))[..., None]
+        return v_BTHK + (extra if self.value_lambdas is None else self.value_lambdas[1] * extra)
+
+    def shift_still_channels(self, k_BTHK: Tensor, follows_BT: Tensor | None, before: Tensor | None) -> Tensor:
+        """On the channels that do not turn, the key of the token before: so attention finds what follows a match."""
+        quarter = self.config.head_width // 4
+        shifted = previous(k_BTHK, k_BTHK[:, :1] if before is None else before)
+        if follows_BT is not None:
+            shifted = torch.where(follows_BT[..., None, None], shifted, k_BTHK)
+        parts = k_BTHK.split(quarter, dim=-1), shifted.split(quarter, dim=-1)
+        return torch.cat([parts[0][0], parts[1][1], parts[0][2], parts[1][3]], dim=-1)
+
+    def attend_cached(
+        self, q: Tensor, k: Tensor, v: Tensor, raw_k: Tensor, window: int | None, scale: float | None, cache: Cache
+    ) -> Tensor:
+        past = cache.layers.get(self.layer)
         if past is not None:
-            k, v = torch.cat([past[0], k], 1), torch.cat([past[1], v], 1)
-        y = attend(q, k, v, mask=mask, causal=past is None)
-        return self.out(y.reshape(B, T, D)), (k, v)
+            k, v = torch.cat([past.keys, k], 1), torch.cat([past.values, v], 1)
+        T, S = q.shape[1], k.shape[1]
+        back = cache.window - 1 if window is None else min(window, cache.window - 1)
+        device = q.device
+        mask = visible(torch.arange(S - T, S, device=device), torch.arange(S, device=device), back)[None, None]
+        y = attend_masked(q, k, v, mask=mask, causal=False, scale=scale)
+        keep = max(0, S - back)
+        cache.layers[self.layer] = LayerCache(k[:, keep:], v[:, keep:], raw_k[:, -1:])
+        return y
 
 
 class MLP(nn.Module):
@@ -145,9 +178,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
-        self.attention, self.mlp = Attention(config), MLP(config)
+        self.attention = None if layer in config.no_attention else Attention(config, layer)
+        self.mlp = None if layer in config.no_mlp else MLP(config)
 
 
 class GPT(nn.Module):
@@ -156,20 +190,40 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig, context: int) -> None:
         """`context`: the longest row this model will see; sizes the position tables."""
         super().__init__()
-        self.config, self.context = config, context
-        self.embed = nn.Parameter(torch.empty(config.vocab, config.width))
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.head = None if config.tied else nn.Parameter(torch.empty(config.vocab, config.width))
-        self.attention_factor = 1.0 if config.attention_residual == "one" else 1 / math.sqrt(2 * config.layers)
+        c = self.config = config
+        self.context = context
+        self.embed = nn.Parameter(torch.empty(c.vocab, c.width))
+        self.blocks = nn.ModuleList(Block(c, layer) for layer in range(c.layers))
+        self.head = None if c.tied and not c.split else nn.Parameter(torch.empty(c.vocab, c.width))
+        self.embed2 = nn.Parameter(torch.empty(c.vocab, c.width)) if c.second_embedding else None
+        self.value_embeds = nn.ParameterList(torch.empty(c.vocab, c.width) for _ in range(c.value_tables))
+
+        def small(wanted: bool, *values: float) -> nn.Parameter | None:
+            return nn.Parameter(torch.tensor(values)) if wanted else None
+
+        self.residual_lambdas = small(bool(c.residual_lambdas), *[c.residual_lambdas] * c.layers)
+        per_layer = 2 if c.second_embedding else 1
+        self.x0_lambdas = nn.Parameter(torch.zeros(c.layers, per_layer)) if c.x0_lambdas else None
+        self.smear_lambda = small(c.smear, 0.0)
+        self.smear_gate = nn.Parameter(torch.zeros(1, c.gate_inputs)) if c.smear else None
+        self.smear_mtp_lambda = small(c.smear_mtp, 0.0)
+        self.skip_lambdas = small(bool(c.skips), *[-1.5 if c.skip_form == "sigmoid" else 1.0] * len(c.skips))
+        self.skip_gates = nn.Parameter(torch.zeros(len(c.skips), c.gate_inputs)) if c.skip_gates else None
+        self.backout_lambdas = small(c.backout >= 0, *([0.5] if c.backout_form == "subtract" else [1.0, 0.0]))
+
+        self.attention_factor = 1.0 if c.attention_residual == "one" else 1 / math.sqrt(2 * c.layers)
         self.cos: Tensor
         self.sin: Tensor
         self.register_buffer("cos", torch.empty(0), persistent=False)
         self.register_buffer("sin", torch.empty(0), persistent=False)
+        self.windows_so_far: tuple[int, ...] = ()
+        self.score_scale: float | None = None
         self.grow(context)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
+        """Draw the initial weights; gates, lambdas and everything else that starts at a fixed number has it already."""
         c = self.config
         tables = [self.embed] if self.head is None else [self.embed, self.head]
         for table in tables:
@@ -179,81 +233,222 @@ class GPT(nn.Module):
                 nn.init.uniform_(table, -1 / math.sqrt(c.width), 1 / math.sqrt(c.width))
         for block in self.blocks:
             assert isinstance(block, Block)
-            for matrix in (block.attention.qkv, block.attention.out, block.mlp.up, block.mlp.down):
-                matrix.reset(c.init_scale)
+            if block.attention is not None:
+                block.attention.qkv.reset(c.init_scale)
+                block.attention.out.reset(c.init_scale)
+            if block.mlp is not None:
+                block.mlp.up.reset(c.mlp_init_scale or c.init_scale)
+                block.mlp.down.reset(c.init_scale)
             if c.zero_init:
-                nn.init.zeros_(block.attention.out.weight)
-                nn.init.zeros_(block.mlp.down.weight)
-        if c.zero_init and self.head is not None:
+                if block.attention is not None:
+                    nn.init.zeros_(block.attention.out.weight)
+                if block.mlp is not None:
+                    nn.init.zeros_(block.mlp.down.weight)
+        if self.embed2 is not None:
+            nn.init.normal_(self.embed2)
+        for values in self.value_embeds:
+            nn.init.normal_(values, std=c.value_std)
+        if self.head is not None and c.zero_init:
             nn.init.zeros_(self.head)
+
+    # ------------------------------------------------------------------ positions
 
     def grow(self, context: int) -> None:
         """Make the position tables reach `context` positions; the tables are computed, never learned or saved."""
         if len(self.cos) < context:
-            cos, sin = rotary_tables(context, self.config.head_width, self.config.rotary_base)
-            device = self.embed.device
+            self._positions(context)
+
+    def stretch(self, windows_so_far: tuple[int, ...]) -> None:
+        """Positions as YaRN leaves them after these long windows; does nothing without `yarn`."""
+        if self.config.yarn and windows_so_far != self.windows_so_far:
+            self.windows_so_far = windows_so_far
+            self._positions(len(self.cos))
+
+    def _positions(self, length: int) -> None:
+        c = self.config
+        frequency, factor = stretched(frequencies(c.head_width, c.rotary_base, c.rotary), self.windows_so_far)
+        cos, sin = rotary_tables(length, frequency)
+        device = self.embed.device
+        if self.cos.shape == cos.shape:  # in place: a compiled graph holds on to the buffers
+            self.cos.copy_(cos)
+            self.sin.copy_(sin)
+        else:
             self.cos, self.sin = cos.to(device), sin.to(device)
+        base = c.attention_scale or (1 / math.sqrt(c.head_width) if factor != 1 else None)
+        self.score_scale = None if base is None else base * factor
 
-    @property
-    def head_weight(self) -> Tensor:
-        return self.embed if self.head is None else self.head
+    # ------------------------------------------------------------------ forward
 
-    def trunk(self, ids_BT: Tensor, mask: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+    def split_head(self) -> None:
+        """From now on the head is a table of its own, starting as a copy of the shared one."""
+        assert self.head is not None
+        with torch.no_grad():
+            self.head.copy_(self.embed)
+
+    @torch.no_grad()
+    def store_matrices(self, dtype: torch.dtype) -> None:
+        """Keep the matrices inside the blocks in another dtype; the arithmetic stays that of the activations."""
+        for name, p in self.blocks.named_parameters():
+            if name.endswith(".weight"):
+                p.data = p.data.to(dtype)
+
+    def head_weight(self, tied: bool) -> Tensor:
+        return self.embed if self.head is None or (tied and self.config.tied) else self.head
+
+    def trunk(self, ids_BT: Tensor, at: Place, cache: Cache | None = None) -> Tensor:
         """Final normalised features (B, T, D)."""
         c = self.config
-        start = 0 if cache is None else cache.position
-        T = ids_BT.shape[1]
-        cos, sin = self.cos[start : start + T], self.sin[start : start + T]
         x = lookup(self.embed, ids_BT)
+        values = [lookup(table, ids_BT) for table in self.value_embeds]
+        if self.smear_lambda is not None:
+            x = self.smear(x, at, cache)
         if c.embed_norm:
-            x = F.rms_norm(x, (c.width,), eps=c.norm_eps)
+            x = norm(x, c.norm_eps)
+        x0 = x
+        x02 = None if self.embed2 is None else norm(lookup(self.embed2, ids_BT), c.norm_eps)
+        sources = {a for a, _ in c.skips}
+        kept: dict[int, Tensor] = {}
+        out_of = None
         for i, block in enumerate(self.blocks):
             assert isinstance(block, Block)
-            past = cache.layers[i] if cache is not None and start else None
-            y, present = block.attention(F.rms_norm(x, (c.width,), eps=c.norm_eps), cos, sin, mask, past)
-            if cache is not None:
-                old = max(0, present[0].shape[1] - cache.window + 1)
-                cache.layers[i : i + 1] = [(present[0][:, old:], present[1][:, old:])]
-            x = x + y * self.attention_factor if self.attention_factor != 1.0 else x + y
-            x = x + block.mlp(F.rms_norm(x, (c.width,), eps=c.norm_eps))
-        return F.rms_norm(x, (c.width,), eps=c.norm_eps)
+            for n, (source, target) in enumerate(c.skips):
+                if target == i:
+                    x = x + self.skip_weight(n, x0) * kept[source]
+            x = self.mix_in(i, x, x0, x02)
+            if block.attention is not None:
+                table = block.attention.value_table
+                inner = norm(x, c.norm_eps) if c.attention_norm else x
+                y = block.attention(inner, None if table is None else values[table], at, cache)
+                x = x + y * self.attention_factor if self.attention_factor != 1.0 else x + y
+            if block.mlp is not None:
+                x = x + block.mlp(norm(x, c.norm_eps))
+            if i in sources:
+                kept[i] = x
+            if i == c.backout:
+                out_of = x
+        x = self.take_out(x, out_of)
+        if self.smear_mtp_lambda is not None:
+            x = self.smear_final(x, at, cache)
+        return x
 
-    def forward(self, ids_BT: Tensor, targets_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+    def mix_in(self, i: int, x: Tensor, x0: Tensor, x02: Tensor | None) -> Tensor:
+        """The learned mixture of residual stream and embeddings that enters block i."""
+        if self.residual_lambdas is not None:
+            x = self.residual_lambdas[i] * x
+        if self.x0_lambdas is not None:
+            x = x + self.x0_lambdas[i, 0] * x0
+            if x02 is not None:
+                x = x + self.x0_lambdas[i, 1] * x02
+        return x
+
+    def skip_weight(self, n: int, x0: Tensor) -> Tensor:
+        assert self.skip_lambdas is not None
+        weight = self.skip_lambdas[n]
+        if self.config.skip_form == "sigmoid":
+            weight = torch.sigmoid(weight)
+        if self.skip_gates is not None:
+            read = x0[..., : self.config.gate_inputs]
+            weight = weight * 2 * torch.sigmoid(F.linear(read, self.skip_gates[n : n + 1]))
+        return weight
+
+    def take_out(self, x: Tensor, out_of: Tensor | None) -> Tensor:
+        eps = self.config.norm_eps
+        if self.backout_lambdas is None:
+            return norm(x, eps)
+        assert out_of is not None
+        if self.config.backout_form == "subtract":
+            return norm(x - self.backout_lambdas[0] * out_of, eps)
+        return self.backout_lambdas[0] * norm(x, eps) + self.backout_lambdas[1] * norm(out_of, eps)
+
+    def smear(self, x: Tensor, at: Place, cache: Cache | None) -> Tensor:
+        """Each embedding plus a gated share of the one before."""
+        assert self.smear_lambda is not None
+        assert self.smear_gate is not None
+        gate = torch.sigmoid(F.linear(x[..., : self.config.gate_inputs], self.smear_gate))
+        return x + self.smear_lambda * gate * self.one_before("smear", x, at, cache)
+
+    def smear_final(self, x: Tensor, at: Place, cache: Cache | None) -> Tensor:
+        assert self.smear_mtp_lambda is not None
+        return x + self.smear_mtp_lambda * self.one_before("smear_mtp", x, at, cache)
+
+    def one_before(self, what: str, x: Tensor, at: Place, cache: Cache | None) -> Tensor:
+        before = previous(x, None if cache is None else cache.last.get(what))
+        if cache is not None:
+            cache.last[what] = x[:, -1:]
+        return before if at.follows_BT is None else before * at.follows_BT[..., None]
+
+    def place(self, start: int, T: int, documents_BT: Tensor | None, windows: Windows | None) -> Place:
+        follows = None
+        if documents_BT is not None and not self.config.across_documents:
+            follows = documents_BT == previous(documents_BT[..., None], documents_BT[:, :1, None] - 1)[..., 0]
+        cos, sin = self.cos[start : start + T], self.sin[start : start + T]
+        return Place(cos, sin, self.score_scale, documents_BT, follows, windows)
+
+    def forward(
+        self,
+        ids_BT: Tensor,
+        targets_BT: Tensor,
+        documents_BT: Tensor | None = None,
+        windows: Windows | None = None,
+        predict_M: Tensor | None = None,
+        tied: bool = True,
+    ) -> Tensor:
         """Sum of the losses of all counted targets (-1 = not counted).
 
         `documents_BT` numbers the document of each position; attention stays inside a document. None: one document.
+        `predict_M` weighs the losses of the next, the second next... token; None: the next one alone. `tied` is False
+        from the split on.
         """
-        mask = None if documents_BT is None else document_mask(documents_BT)
-        x_ND = self.trunk(ids_BT, mask).flatten(0, 1)
-        return cross_entropy_sum(x_ND, self.head_weight, targets_BT.flatten())
+        x_BTD = self.features(ids_BT, documents_BT, windows)
+        weight = self.head_weight(tied)
+        if predict_M is not None and len(predict_M) > 1:
+            return multi_token_sum(x_BTD, weight, targets_BT, predict_M, self.config, documents_BT)
+        training = torch.is_grad_enabled()
+        return cross_entropy_sum(x_BTD.flatten(0, 1), weight, targets_BT.flatten(), self.config, training)
 
-    def logits(self, ids_BT: Tensor, cache: Cache) -> Tensor:
+    def features(self, ids_BT: Tensor, documents_BT: Tensor | None = None, windows: Windows | None = None) -> Tensor:
+        """What the head reads, (B, T, D)."""
+        return self.trunk(ids_BT, self.place(0, ids_BT.shape[1], documents_BT, windows))
+
+    def logits(self, ids_BT: Tensor, cache: Cache, windows: Windows | None = None, tied: bool = False) -> Tensor:
         """Float32 logits of the last position, (B, V). Once the cache has begun, it takes one new token at a time."""
         T = ids_BT.shape[1]
         if cache.position and T != 1:
             raise ValueError(f"a cache that has begun takes one new token at a time, not {T}")
-        mask = None
-        if cache.window < T:
-            t = torch.arange(T, device=ids_BT.device)
-            distance = t[:, None] - t[None, :]
-            mask = ((distance >= 0) & (distance < cache.window))[None, None]
-        x_BD = self.trunk(ids_BT, mask, cache)[:, -1]
+        at = self.place(cache.position, T, None, windows)
+        x_BD = self.trunk(ids_BT, at, cache)[:, -1]
         cache.position += T
-        return F.linear(x_BD, self.head_weight.to(x_BD.dtype)).float()
+        return logits_of(x_BD, self.head_weight(tied), self.config)
 
 
-def flops_per_token(config: GPTConfig, length: int) -> float:
+def flops_per_token(config: GPTConfig, length: int, windows: Windows | None = None) -> float:
     """Matmul FLOPs of forward and backward per trained token: 6 per weight used, plus causal attention."""
-    block = config.width * (4 * config.width + 2 * config.mlp_width)
-    weights = config.layers * block + config.vocab * config.width
-    attention = 6 * config.layers * config.width * length  # 12 * L * D * T, halved because it is causal
-    return 6.0 * weights + attention
+    c = config
+    attention_layers = [i for i in range(c.layers) if i not in c.no_attention]
+    mlps = c.layers - len(c.no_mlp)
+    weights = len(attention_layers) * 4 * c.width**2 + mlps * 2 * c.width * c.mlp_width + c.vocab * c.width
+    seen = 0.0  # keys per query, on average
+    for i in attention_layers:
+        window = length if windows is None else (windows.long if i in c.long_layers else windows.short)
+        seen += length / 2 if window >= length else window
+    return 6.0 * weights + 12 * c.width * seen
 
 
 def count_parameters(config: GPTConfig) -> dict[str, int]:
     """Parameters by kind, without allocating any."""
-    block = config.width * (4 * config.width + 2 * config.mlp_width)
-    counts = {"embedding": config.vocab * config.width, "blocks": config.layers * block}
-    if not config.tied:
-        counts["head"] = config.vocab * config.width
+    with torch.device("meta"):
+        model = GPT(config, 1)
+    counts = {"embedding": 0, "blocks": 0}
+    for name, p in model.named_parameters():
+        if name in ("embed", "embed2"):
+            kind = "embedding"
+        elif name == "head":
+            kind = "head"
+        elif name.startswith("value_embeds"):
+            kind = "value embeddings"
+        elif p.ndim == 2 and name.startswith("blocks") and name.endswith("weight"):
+            kind = "blocks"
+        else:
+            kind = "gates and scalars"
+        counts[kind] = counts.get(kind, 0) + p.numel()
     return counts

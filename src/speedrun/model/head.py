@@ -1,14 +1,143 @@
-"""The output head and its loss."""
+"""The output head: bounded logits, losses of the next tokens, and a matrix product in 8-bit floats.
 
+Shapes: B rows, T positions, N = B * T, D width, V vocabulary, M predicted tokens.
+"""
+
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from speedrun.model.config import GPTConfig
 
-def cross_entropy_sum(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Tensor:
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def softcap(z: Tensor, config: GPTConfig) -> Tensor:
+    """Logits kept within bounds, in the form the config names."""
+    c = config.softcap_limit
+    if config.softcap == "tanh":
+        return c * torch.tanh(z / c)
+    if config.softcap == "sigmoid":
+        return c * torch.sigmoid((z + config.softcap_shift) / config.softcap_temperature)
+    if config.softcap == "isru":
+        return c * z * torch.rsqrt(z.square() + c * c)
+    return z
+
+
+def logits_of(x_ND: Tensor, weight_VD: Tensor, config: GPTConfig, training: bool = False) -> Tensor:
+    """Float32 logits."""
+    if training and config.fp8_head:
+        z = fp8_linear(x_ND, weight_VD, *config.fp8_scales)
+    else:
+        z = F.linear(x_ND, weight_VD.to(x_ND.dtype))
+    return softcap(z.float(), config)
+
+
+def cross_entropy_sum(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, config: GPTConfig, training: bool = False
+) -> Tensor:
     """Sum of next-token losses, from float32 logits; a target of -1 does not count.
 
     A sum, not a mean: micro-batches and ranks may hold different numbers of tokens, and only a sum over all of them,
     divided once by the batch's tokens, is the batch's mean.
     """
-    logits_NV = F.linear(x_ND, weight_VD.to(x_ND.dtype)).float()
+    logits_NV = logits_of(x_ND, weight_VD, config, training)
     return F.cross_entropy(logits_NV, targets_N, ignore_index=-1, reduction="sum")
+
+
+def multi_token_sum(
+    x_BTD: Tensor,
+    weight_VD: Tensor,
+    targets_BT: Tensor,
+    weights_M: Tensor,
+    config: GPTConfig,
+    documents_BT: Tensor | None,
+) -> Tensor:
+    """Sum over positions t and k < M of weights[k] * loss of the target at t + k, all from the logits of t.
+
+    Targets beyond the row do not count, nor (unless the config says so) those of another document.
+    """
+    B, T = targets_BT.shape
+    logits_BTV = logits_of(x_BTD.flatten(0, 1), weight_VD, config, training=True).view(B, T, -1)
+    total_BT = logits_BTV.logsumexp(-1)
+    loss = logits_BTV.new_zeros(())
+    for k in range(len(weights_M)):
+        target = targets_BT[:, k:]
+        counts = target >= 0
+        if documents_BT is not None and not config.across_documents and k:
+            counts = counts & (documents_BT[:, k:] == documents_BT[:, : T - k])
+        chosen = logits_BTV[:, : T - k].gather(2, target.clamp(min=0)[..., None]).squeeze(2)
+        loss = loss + weights_M[k] * ((total_BT[:, : T - k] - chosen) * counts).sum()
+    return loss
+
+
+# -------------------------------------------------------------------------------------------- 8-bit floats
+
+
+@torch.library.custom_op("speedrun::fp8_product", mutates_args=())
+def fp8_product(
+    x_ND: Tensor, w_VD: Tensor, x_scale: float, w_scale: float, g_scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x W^T in 8-bit floats, and the two operands as they were multiplied. `g_scale` is for the backward pass."""
+    x8, w8 = x_ND.div(x_scale).to(E4M3), w_VD.div(w_scale).to(E4M3)
+    scale_x, scale_w = (torch.tensor(s, dtype=torch.float32, device=x_ND.device) for s in (x_scale, w_scale))
+    out = torch._scaled_mm(
+        x8, w8.t(), scale_a=scale_x, scale_b=scale_w, out_dtype=torch.bfloat16, use_fast_accum=x_ND.is_cuda
+    )
+    return out, x8, w8
+
+
+@fp8_product.register_fake
+def _(x_ND: Tensor, w_VD: Tensor, x_scale: float, w_scale: float, g_scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    out = x_ND.new_empty(x_ND.shape[0], w_VD.shape[0], dtype=torch.bfloat16)
+    return out, x_ND.new_empty(x_ND.shape, dtype=E4M3), w_VD.new_empty(w_VD.shape, dtype=E4M3)
+
+
+@torch.library.custom_op("speedrun::fp8_gradients", mutates_args=())
+def fp8_gradients(
+    g_NV: Tensor, x8_ND: Tensor, w8_VD: Tensor, x_scale: float, w_scale: float, g_scale: float
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x (bfloat16) and of W (float32), the incoming gradient in 8-bit floats with a wide exponent."""
+    g8 = g_NV.div(g_scale).to(E5M2)
+    scales = [torch.tensor(s, dtype=torch.float32, device=g_NV.device) for s in (x_scale, w_scale, g_scale)]
+    scale_x, scale_w, scale_g = scales
+    dx = torch._scaled_mm(
+        g8, w8_VD.t().contiguous().t(), scale_a=scale_g, scale_b=scale_w, out_dtype=torch.bfloat16, use_fast_accum=False
+    )
+    dw = torch._scaled_mm(
+        x8_ND.t().contiguous(),
+        g8.t().contiguous().t(),
+        scale_a=scale_x,
+        scale_b=scale_g,
+        out_dtype=torch.float32,
+        use_fast_accum=False,
+    )
+    return dx, dw.t().contiguous()
+
+
+@fp8_gradients.register_fake
+def _(
+    g_NV: Tensor, x8_ND: Tensor, w8_VD: Tensor, x_scale: float, w_scale: float, g_scale: float
+) -> tuple[Tensor, Tensor]:
+    return g_NV.new_empty(x8_ND.shape, dtype=torch.bfloat16), g_NV.new_empty(w8_VD.shape, dtype=torch.float32)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, w, *ctx.scales = inputs
+    ctx.x_dtype, ctx.w_dtype = x.dtype, w.dtype
+    ctx.save_for_backward(*output[1:])
+
+
+def _backward(ctx: Any, g_NV: Tensor, *_: Any) -> tuple[Tensor, Tensor, None, None, None]:
+    dx, dw = fp8_gradients(g_NV.contiguous(), *ctx.saved_tensors, *ctx.scales)
+    return dx.to(ctx.x_dtype), dw.to(ctx.w_dtype), None, None, None
+
+
+fp8_product.register_autograd(_backward, setup_context=_remember)
+
+
+def fp8_linear(x_ND: Tensor, w_VD: Tensor, x_scale: float, w_scale: float, g_scale: float) -> Tensor:
+    """x W^T, forward and backward in 8-bit floats; the result is bfloat16."""
+    return fp8_product(x_ND, w_VD, x_scale, w_scale, g_scale)[0]

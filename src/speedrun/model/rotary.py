@@ -1,17 +1,61 @@
-"""Rotary position tables.
+"""Rotary positions, and how they stretch when the window grows.
 
 Channel c of a head is paired with channel c + K/2 and turned by position * frequency; the pair (x1, x2) becomes
-(x1 cos + x2 sin, x2 cos - x1 sin).
+(x1 cos + x2 sin, x2 cos - x1 sin). In the `half` form half of the pairs have frequency 0: they stand still.
+
+YaRN: when the long window grows from `old` to `new` tokens, frequencies that turn less than once within the old window
+are slowed by old/new, those that turn more than 32 times are kept, and the scores are sharpened a little. The changes
+accumulate; `stretched` computes them from the list of all windows so far, so there is no state to save.
 """
+
+import itertools
+import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+SLOW_TURNS, FAST_TURNS = 1.0, 32.0
+SHARPEN = 0.2
 
-def rotary_tables(length: int, head_width: int, base: float) -> tuple[Tensor, Tensor]:
-    """cos and sin, each (length, 1, head_width / 2), float32; the middle axis broadcasts over heads."""
-    frequency = base ** (-torch.arange(0, head_width, 2, dtype=torch.float64) / head_width)  # (K/2,)
-    angle = torch.outer(torch.arange(length, dtype=torch.float64), frequency)  # (T, K/2)
+
+class Positions(NamedTuple):
+    """What attention needs to know of positions."""
+
+    cos: Tensor  # (length, 1, K/2), float32; the middle axis broadcasts over heads
+    sin: Tensor
+    scale: float  # factor of the scores, relative to the one without any stretching
+
+
+def frequencies(head_width: int, base: float, form: str = "full") -> Tensor:
+    """Radians per token of each channel pair, (K/2,), float64."""
+    if form == "full":
+        return base ** (-torch.arange(0, head_width, 2, dtype=torch.float64) / head_width)
+    turning = head_width // 4
+    exponents = torch.linspace(0, 1, turning, dtype=torch.float64)
+    return torch.cat([(1 / base) ** exponents, torch.zeros(head_width // 2 - turning, dtype=torch.float64)])
+
+
+def stretch(frequency_K: Tensor, old: int, new: int) -> tuple[Tensor, float]:
+    """Frequencies after the window grew from `old` to `new` tokens, and the factor of the scores."""
+    turns = old * frequency_K / (2 * math.pi)
+    keep = ((turns - SLOW_TURNS) / (FAST_TURNS - SLOW_TURNS)).clamp(0, 1)
+    ratio = old / new
+    return frequency_K * (ratio + keep * (1 - ratio)), 1 + SHARPEN * math.log(new / old)
+
+
+def stretched(frequency_K: Tensor, windows: tuple[int, ...]) -> tuple[Tensor, float]:
+    """After all changes of the long window so far."""
+    scale = 1.0
+    for old, new in itertools.pairwise(windows):
+        frequency_K, factor = stretch(frequency_K, old, new)
+        scale *= factor
+    return frequency_K, scale
+
+
+def rotary_tables(length: int, frequency_K: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin, each (length, 1, K/2), float32."""
+    angle = torch.outer(torch.arange(length, dtype=torch.float64), frequency_K)  # (T, K/2)
     return angle.cos().float()[:, None, :], angle.sin().float()[:, None, :]
 
 

@@ -3,10 +3,15 @@
 from collections.abc import Callable
 
 from speedrun.errors import UserError, nearest
-from speedrun.recipes import adamw, gpt2
+from speedrun.recipes import adamw, gpt2, muon, orthogonal_nesterov
 from speedrun.train.config import Recipe
 
-LINEAGE: dict[str, dict[str, Callable[[], Recipe]]] = {"gpt2": gpt2.SIZES, "adamw": adamw.SIZES}
+LINEAGE: dict[str, dict[str, Callable[[], Recipe]]] = {
+    "gpt2": gpt2.SIZES,
+    "adamw": adamw.SIZES,
+    "orthogonal-nesterov": orthogonal_nesterov.SIZES,
+    "muon": muon.SIZES,
+}
 DEFAULT = "adamw"
 
 

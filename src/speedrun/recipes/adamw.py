@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from speedrun.data.loader import LoaderConfig
 from speedrun.model.gpt import GPTConfig
-from speedrun.optim.adamw import AdamWConfig
+from speedrun.optim.config import OptimConfig, Part
 from speedrun.recipes import gpt2
 from speedrun.train.config import Recipe, ValidationConfig
 from speedrun.train.schedule import ScheduleConfig
@@ -21,11 +21,11 @@ def pocket() -> Recipe:
         name="adamw",
         track="pocket",
         about=ABOUT,
-        model=GPTConfig(vocab=4096, layers=3, width=192, heads=3, tied=True),
+        model=GPTConfig(vocab=4096, layers=3, width=128, heads=4, tied=True, rotary_base=500.0),
         loader=LoaderConfig(packing="stream", order="rows"),
-        optim=AdamWConfig(lr=0.0015, embed_lr=4.0),
-        schedule=ScheduleConfig(steps=2100, rows=4, length=128, warmup=0.1),
-        validation=ValidationConfig(every=700, rows=64, length=128),
+        optim=OptimConfig(lr=0.001, beta1=0.8, beta2=0.99, weight_decay=1.0, embed=Part(lr=4.0)),
+        schedule=ScheduleConfig(steps=2700, rows=8, length=128, warmup=0.1),
+        validation=ValidationConfig(every=900, rows=64, length=128),
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from speedrun.data.loader import LoaderConfig
 from speedrun.model.gpt import GPTConfig
-from speedrun.optim.adamw import AdamWConfig
+from speedrun.optim.config import OptimConfig, Part
 from speedrun.train.config import Recipe, ValidationConfig
 from speedrun.train.schedule import ScheduleConfig
 
@@ -30,7 +30,7 @@ def pocket() -> Recipe:
         about=ABOUT,
         model=replace(FORM, vocab=4096, layers=3, width=192, heads=3),
         loader=LoaderConfig(packing="stream", order="rows"),
-        optim=AdamWConfig(lr=3e-3, weight_decay=0.1, embed_decay=0.1),
+        optim=OptimConfig(lr=3e-3, weight_decay=0.1, embed=Part(decay=1.0)),
         schedule=ScheduleConfig(steps=1200, rows=8, length=128, warmup=256 / 9536, cooldown=2048 / 9536),
         validation=ValidationConfig(every=200, rows=64, length=128),
     )
@@ -43,7 +43,7 @@ def short() -> Recipe:
         about=ABOUT,
         model=replace(FORM, vocab=50257, layers=12, width=768, heads=12),
         loader=LoaderConfig(packing="stream", order="sequential"),
-        optim=AdamWConfig(lr=0.0018, weight_decay=0.1, embed_decay=0.1),
+        optim=OptimConfig(lr=0.0018, weight_decay=0.1, embed=Part(decay=1.0)),
         schedule=ScheduleConfig(steps=9536, rows=512, length=1024, warmup=256 / 9536, cooldown=2048 / 9536),
         validation=ValidationConfig(every=128, rows=16, length=1024),
     )

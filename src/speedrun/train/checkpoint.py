@@ -338,9 +338,9 @@ def _readable(path: Path, name: str) -> Iterator[None]:
 
 
 def flatten_optimizer(
-    optimizer: torch.optim.Optimizer, names: Mapping[torch.nn.Parameter, str]
+    optimizer: torch.optim.Optimizer, names: Mapping[torch.nn.Parameter, str], skip: frozenset[str] = frozenset()
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The optimizer's state as tensors called `optim.<parameter>.<key>`, and the rest as JSON.
+    """The optimizer's state as tensors called `optim.<parameter>.<key>`, and the rest as JSON; not the keys in `skip`.
 
     The JSON part says which tensors belong to it, so that several optimizers can share one checkpoint.
     """
@@ -360,6 +360,8 @@ def flatten_optimizer(
                 raise ValueError(f"two parameters are called {name!r}")
             values, tensor_keys = {}, []
             for key, value in optimizer.state.get(p, {}).items():
+                if key in skip:
+                    continue
                 if isinstance(value, Tensor):
                     put(f"optim.{name}.{key}", value.detach())
                     tensor_keys.append(key)

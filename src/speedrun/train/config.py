@@ -16,7 +16,7 @@ from typing import Any
 from speedrun.data.loader import LoaderConfig
 from speedrun.errors import UserError, nearest
 from speedrun.model.gpt import GPTConfig
-from speedrun.optim.adamw import AdamWConfig
+from speedrun.optim.config import OptimConfig
 from speedrun.train.schedule import ScheduleConfig
 
 
@@ -49,12 +49,39 @@ class Recipe:
     """The network."""
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     """How tokens become rows."""
-    optim: AdamWConfig = field(default_factory=AdamWConfig)
-    """The optimizer."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """The optimizers."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Steps, batch and learning rate over time."""
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     """When and how the validation loss is measured."""
+
+    def __post_init__(self) -> None:
+        """What one part asks of another."""
+        m, s, o = self.model, self.schedule, self.optim
+        if bool(s.split) != m.split:
+            raise UserError(f"model.split is {m.split} and schedule.split is {s.split}; both or neither must be on.")
+        if s.split_step is not None and s.split_step >= s.total:
+            raise UserError(f"schedule.split {s.split} is step {s.split_step}, but the run has {s.total} steps.")
+        if m.yarn and not s.has_windows:
+            raise UserError(
+                "model.yarn follows the attention window: set schedule.window_ramp or window_cubic, or turn it off."
+            )
+        if m.long_layers and not s.has_windows:
+            raise UserError(
+                "model.long_layers needs windows: set schedule.window_ramp or window_cubic, or leave it empty."
+            )
+        longest = max((*s.window_ramp, s.window_cubic, s.window_extension), default=0)
+        limit = min(s.length, self.loader.max_document or s.length) if self.loader.packing == "documents" else s.length
+        if longest > limit:
+            raise UserError(
+                f"A window of {longest} tokens is longer than what a row holds of one document ({limit} tokens); "
+                "shorten the windows, or lengthen schedule.length and loader.max_document."
+            )
+        if (s.momentum_warmup or s.momentum_cooldown) and o.matrices == "adam":
+            raise UserError("schedule.momentum_warmup and momentum_cooldown are Muon's; optim.matrices is 'adam'.")
+        if o.weights != "float32" and o.matrices == "adam":
+            raise UserError(f"optim.weights {o.weights!r} is for matrices that Muon trains; optim.matrices is 'adam'.")
 
     @property
     def context(self) -> int:
@@ -96,17 +123,23 @@ def meanings(kind: type, prefix: str = "") -> dict[str, str]:
 def with_fields(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
     """The recipe with dotted fields replaced; the new values are checked as at construction."""
     known = fields_of(recipe)
-    tree: dict[str, dict[str, Any]] = {}
-    top: dict[str, Any] = {}
-    for name, value in changes.items():
+    for name in changes:
         if name not in known:
             raise UserError(f"Recipe {recipe.name!r} has no field {name!r}.{nearest(name, known)}")
-        section, _, leaf = name.rpartition(".")
-        (tree.setdefault(section, {}) if section else top)[leaf] = value
+
+    def changed(config: Any, prefix: str) -> Any:
+        """All changes below `prefix` at once: one alone might not be possible."""
+        new: dict[str, Any] = {}
+        for f in dataclasses.fields(config):
+            name = prefix + f.name
+            if name in changes:
+                new[f.name] = changes[name]
+            elif any(other.startswith(name + ".") for other in changes):
+                new[f.name] = changed(getattr(config, f.name), name + ".")
+        return dataclasses.replace(config, **new)
+
     try:
-        for section, values in tree.items():
-            top[section] = dataclasses.replace(getattr(recipe, section), **values)
-        return dataclasses.replace(recipe, **top)
+        return typing.cast(Recipe, changed(recipe, ""))
     except ValueError as e:
         raise UserError(str(e)) from e
 
@@ -126,7 +159,7 @@ def recipe_from_dict(stored: dict[str, Any]) -> Recipe:
                 f"{'is missing' if odd[0] in names else 'is unknown'}. Use the version in the run's source/ folder."
             )
         parts = {
-            n: build(hints[n], values[n], f"{where}{n}.") if dataclasses.is_dataclass(hints[n]) else values[n]
+            n: build(hints[n], values[n], f"{where}{n}.") if dataclasses.is_dataclass(hints[n]) else as_tuple(values[n])
             for n in names
         }
         try:
@@ -135,6 +168,11 @@ def recipe_from_dict(stored: dict[str, Any]) -> Recipe:
             raise UserError(f"The stored recipe is damaged: {e}") from e
 
     return build(Recipe, stored, "")
+
+
+def as_tuple(value: Any) -> Any:
+    """JSON has no tuples; configs have no lists."""
+    return tuple(map(as_tuple, value)) if isinstance(value, list) else value
 
 
 def differences(a: Recipe, b: Recipe) -> list[str]:

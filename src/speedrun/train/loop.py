@@ -9,6 +9,7 @@ A checkpoint is thus the state between two steps, and a resumed run goes on exac
 
 import contextlib
 import copy
+import dataclasses
 import itertools
 import math
 import signal
@@ -25,7 +26,9 @@ from speedrun.data.loader import Batch, Loader, Prefetcher, validation_batches
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError
 from speedrun.model.gpt import GPT
-from speedrun.optim.adamw import build_adamw
+from speedrun.optim import Combined, Snoo
+from speedrun.optim.base import SpeedrunOptimizer
+from speedrun.optim.config import build_optimizer, copy_state, master, set_master
 from speedrun.train import checkpoint, telemetry
 from speedrun.train.clock import Clock, synchronize
 from speedrun.train.config import Recipe
@@ -102,10 +105,12 @@ class Trainer:
         self.recipe, self.tokens, self.machine, self.options = recipe, tokens, machine, options
         self.folder, self.report = folder, report
         self.device = machine.device
-        self.steps = recipe.schedule.steps
+        self.steps = recipe.schedule.total
         torch.manual_seed(options.seed)
         self.model = GPT(recipe.model, recipe.context).to(self.device)
-        self.optimizer = build_adamw(self.model.named_parameters(), recipe.optim)
+        if recipe.optim.weights != "float32":
+            self.model.store_matrices(torch.bfloat16)
+        self.optimizer = build_optimizer(self.model.named_parameters(), recipe.optim)
         self.names: dict[nn.Parameter, str] = {p: n for n, p in self.model.named_parameters()}
         self.loss_of, why_not = compiled(self.model, options.compile, self.device)
         if why_not:
@@ -123,11 +128,13 @@ class Trainer:
 
     # ---------------------------------------------------------------- one step
 
-    def set_learning_rate(self, stage: Stage) -> None:
+    def set_rates(self, stage: Stage) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * stage.lr
+            if stage.momentum is not None and "momentum" in group:
+                group["momentum"] = stage.momentum
 
-    def gradients(self, batch: Batch) -> float:
+    def gradients(self, batch: Batch, stage: Stage) -> float:
         """Accumulate the gradient of the batch's mean loss; returns that loss. Leaves no gradient on failure."""
         rows = len(batch.inputs)
         counted = int((batch.targets >= 0).sum())
@@ -136,7 +143,7 @@ class Trainer:
             try:
                 total = torch.zeros((), device=self.device)
                 for part in share(rows, math.ceil(rows / size)):
-                    loss = self.micro_loss(batch.rows(part.start, part.stop)) / counted
+                    loss = self.micro_loss(batch.rows(part.start, part.stop), stage) / counted
                     loss.backward()
                     total += loss.detach()
                 return total.item()
@@ -155,13 +162,20 @@ class Trainer:
             self.say(f"out of memory: going on with micro-batches of {self.micro_rows} rows (same result, more passes)")
             torch.compiler.set_stance("default")
 
-    def micro_loss(self, batch: Batch) -> Tensor:
+    def micro_loss(self, batch: Batch, stage: Stage) -> Tensor:
+        """Summed loss of some rows. With gradients it weighs the predicted tokens as the stage says."""
         documents = document_numbers(batch)
+        predict = None
+        if len(stage.predict) > 1 and torch.is_grad_enabled():
+            predict = torch.tensor(stage.predict, device=self.device)
         with self.machine.arithmetic():
             return self.loss_of(
                 batch.inputs.to(self.device),
                 batch.targets.to(self.device),
                 None if documents is None else documents.to(self.device),
+                stage.windows,
+                predict,
+                stage.tied,
             )
 
     def release_memory(self) -> None:
@@ -171,15 +185,20 @@ class Trainer:
             torch.mps.empty_cache()
 
     def step(self, stage: Stage, batch: Batch) -> float:
-        loss = self.gradients(batch)
+        self.model.stretch(stage.windows_so_far)
+        loss = self.gradients(batch, stage)
         if not math.isfinite(loss):
             self.optimizer.zero_grad(set_to_none=True)
             raise NonFiniteLoss(f"the loss of step {stage.step} is {loss}")
         if self.recipe.optim.clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.optim.clip, foreach=True)
-        self.set_learning_rate(stage)
+        self.set_rates(stage)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if stage.splits:
+            self.model.split_head()
+            assert self.model.head is not None
+            copy_state(self.optimizer, self.model.embed, self.model.head)
         return loss
 
     # ---------------------------------------------------------------- validation
@@ -198,11 +217,13 @@ class Trainer:
         )
 
     @torch.no_grad()
-    def validate(self, split: str) -> float:
-        """Mean loss over the split's tokens, from float32 logits. Forward only."""
+    def validate(self, split: str, done: int) -> float:
+        """Mean loss over the split's tokens after `done` steps, from float32 logits. Forward only."""
+        stage = self.recipe.schedule.after(done)
+        self.model.stretch(stage.windows_so_far)
         total, count = 0.0, 0
         for batch in self.validation_batches(split):
-            total += float(self.micro_loss(batch).double())
+            total += float(self.micro_loss(batch, stage).double())
             count += int((batch.targets >= 0).sum())
         return total / count
 
@@ -225,13 +246,15 @@ class Trainer:
             return Batch(ids, ids.clone(), starts, {})
 
         def visit() -> None:
-            for rows, length in self.recipe.schedule.shapes():
-                for s in range(2):
+            v, schedule = self.recipe.validation, self.recipe.schedule
+            for stage in schedule.visits():
+                for _ in range(2):
                     with contextlib.suppress(NonFiniteLoss):  # an absurd learning rate fails in the run, not here
-                        self.step(Stage(s, 1e-3, rows, length), made_up(rows, length))
-            v = self.recipe.validation
-            with torch.no_grad():
-                self.micro_loss(made_up(v.rows, v.length)).item()
+                        self.step(dataclasses.replace(stage, lr=1e-3), made_up(stage.rows, stage.length))
+            for stage in [*schedule.visits(), schedule.after(self.steps)]:
+                self.model.stretch(stage.windows_so_far)
+                with torch.no_grad():
+                    self.micro_loss(made_up(v.rows, v.length), stage).item()
 
         try:
             visit()
@@ -247,7 +270,8 @@ class Trainer:
             for name, p in self.model.named_parameters():
                 p.copy_(weights[name])
                 p.grad = None
-        self.optimizer.state.clear()
+        if isinstance(self.optimizer, SpeedrunOptimizer | Combined | Snoo):
+            self.optimizer.reset()
         self.optimizer.load_state_dict(before)
         checkpoint.set_rng_state(random)
         synchronize(self.device)
@@ -257,8 +281,9 @@ class Trainer:
     # ---------------------------------------------------------------- checkpoints
 
     def save(self, done: int) -> None:
-        tensors, optimizer = checkpoint.flatten_optimizer(self.optimizer, self.names)
-        tensors |= {f"model.{name}": p.detach() for name, p in self.model.named_parameters()}
+        # Remainders are not stored: the exact weights are, in place of their upper halves.
+        tensors, optimizer = checkpoint.flatten_optimizer(self.optimizer, self.names, skip=frozenset({"remainder"}))
+        tensors |= {f"model.{name}": self.exact(p) for name, p in self.model.named_parameters()}
         state = {
             "optimizer": optimizer,
             "loader": self.loader_state,
@@ -270,6 +295,11 @@ class Trainer:
         }
         checkpoint.save(self.folder.checkpoints, done, tensors, state, keep=self.options.keep, notice=self.say)
 
+    def exact(self, p: nn.Parameter) -> Tensor:
+        """The value a checkpoint holds: float32 also for a weight whose lower half the optimizer keeps."""
+        exact = self.recipe.optim.weights == "exact-bf16" and p.dtype == torch.bfloat16
+        return master(self.optimizer, p) if exact else p.detach()
+
     def restore(self, saved: checkpoint.Checkpoint) -> None:
         with torch.no_grad():
             for name, p in self.model.named_parameters():
@@ -278,6 +308,10 @@ class Trainer:
                     raise UserError(f"{saved.path} does not fit this model: {name} is missing or of another shape.")
                 p.copy_(stored)  # into the existing storage, whose alignment the math library may depend on
         checkpoint.restore_optimizer(self.optimizer, self.names, saved.tensors, saved.state["optimizer"])
+        if self.recipe.optim.weights == "exact-bf16":
+            for name, p in self.model.named_parameters():
+                if p.dtype == torch.bfloat16:
+                    set_master(self.optimizer, p, saved.tensors[f"model.{name}"].to(self.device))
         self.start = saved.step
         self.loader_state = saved.state["loader"]
         self.clock = Clock(self.device, saved.state["clock"])
@@ -358,7 +392,7 @@ class Trainer:
 
     def loop(self, batches: Prefetcher) -> dict[str, float]:
         if self.start == self.steps:  # killed between the last checkpoint and the result: all is logged already
-            return {split: self.validate(split) for split in self.options.splits}
+            return {split: self.validate(split, self.steps) for split in self.options.splits}
         losses: dict[str, float] = {}
         self.clock.start()
         if self.start == 0 and self.recipe.validation.first:
@@ -391,7 +425,7 @@ class Trainer:
         """Measure and log, while the clock stands still."""
         self.clock.stop()
         splits = self.options.splits if done == self.steps else self.options.splits[:1]
-        losses = {split: self.validate(split) for split in splits}
+        losses = {split: self.validate(split, done) for split in splits}
         loss, seconds, snapshot = losses[splits[0]], self.clock.seconds, telemetry.snapshot()
         self.folder.metric({"kind": "telemetry", "step": max(0, done - 1), **snapshot})
         self.folder.metric({"kind": "val", "step": done, "loss": loss, "losses": losses, "time": seconds})

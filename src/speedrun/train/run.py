@@ -58,7 +58,7 @@ def start(
     recipe = fit_to_tokens(recipe, tokens, track)
     options = dataclasses.replace(options, val_tokens=track.val_tokens)
     path = out or new_run_path(recipe, track, options.seed)
-    report = Report(recipe.schedule.steps, quiet=quiet)
+    report = Report(recipe.schedule.total, quiet=quiet)
     description = {
         "recipe": to_dict(recipe),
         "track": track.name,
@@ -94,7 +94,7 @@ def resume(
     tokens = track.locate()
     recipe = fit_to_tokens(recipe, tokens, track)
     options = dataclasses.replace(options, val_tokens=track.val_tokens)
-    report = Report(recipe.schedule.steps, quiet=quiet)
+    report = Report(recipe.schedule.total, quiet=quiet)
     with only_here(path):
         folder = RunFolder.open(path, console=report.line)
         about = folder.description

@@ -2,11 +2,17 @@
 
 `ScheduleConfig.at(step)` yields a frozen `Stage`. The loop obeys it and knows nothing of how it came about, so a
 resumed run needs no schedule state: the step number is enough.
+
+A run has `steps` scheduled steps and `extension` more, which go on as the last one ended: lowest learning rate, last
+batch, the extension's window. A *ramp* (batch_ramp, lr_ramp, window_ramp) divides the scheduled steps into equal slots.
 """
 
+import dataclasses
+import math
 from dataclasses import dataclass
 
 from speedrun.errors import UserError
+from speedrun.model.gpt import Windows
 
 
 @dataclass(frozen=True)
@@ -20,16 +26,35 @@ class Stage:
     """Rows in the batch, over all micro-batches and processes."""
     length: int
     """Tokens in a row."""
+    momentum: float | None = None
+    """Muon's momentum; None leaves it as the recipe has it."""
+    windows: Windows | None = None
+    """How far back attention looks; None: over the whole row."""
+    windows_so_far: tuple[int, ...] = ()
+    """Every long window up to now, in order: what rotary positions follow from."""
+    predict: tuple[float, ...] = (1.0,)
+    """Weights of the losses of the next, second next... token."""
+    tied: bool = True
+    """Whether a tied head is still tied."""
+    splits: bool = False
+    """Whether the head becomes a table of its own at the end of this step."""
 
     @property
     def tokens(self) -> int:
         return self.rows * self.length
 
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """Two stages of the same shape need the same compiled code."""
+        return self.rows, self.length, self.windows, self.windows_so_far, len(self.predict), self.tied
+
 
 @dataclass(frozen=True)
 class ScheduleConfig:
     steps: int = 1000
-    """Optimizer steps, fixed before the run: no run stops on its validation loss."""
+    """Scheduled optimizer steps, fixed before the run: no run stops on its validation loss."""
+    extension: int = 0
+    """Further steps at the lowest learning rate."""
     rows: int = 8
     """Rows per step."""
     length: int = 128
@@ -40,12 +65,48 @@ class ScheduleConfig:
     """Share of the steps, at the end, over which it falls linearly."""
     floor: float = 0.0
     """Learning rate factor that the cooldown falls to."""
+    batch_ramp: tuple[int, ...] = ()
+    """Rows per step in equal slots of the steps; empty: always `rows`."""
+    lr_ramp: tuple[float, ...] = ()
+    """Learning rate factor in equal slots, the cooldown on top of it; empty: always 1."""
+    window_ramp: tuple[int, ...] = ()
+    """Tokens of the long attention window in equal slots; empty: no windows."""
+    window_cubic: int = 0
+    """Instead of a ramp: the long window grows to so many tokens, fast, then slowly, then fast; 0 turns it off."""
+    window_block: int = 128
+    """Windows are whole blocks of so many tokens; the short one is half of the long one in blocks, rounded down."""
+    window_short: int = 0
+    """Largest short window in tokens; 0: no limit."""
+    window_extension: int = 0
+    """Long window of the extension; 0: the last of the ramp."""
+    window_final: int = 0
+    """Long window of the last validation; 0: that of the last step. Rotary positions do not follow it."""
+    momentum_low: float = 0.85
+    """Momentum at the start of its warm-up and towards the end of its cool-down."""
+    momentum_high: float = 0.95
+    """Momentum in between."""
+    momentum_warmup: int = 0
+    """Steps over which Muon's momentum rises."""
+    momentum_cooldown: int = 0
+    """Steps over which it falls at the end. With neither, it stays at optim.muon.momentum."""
+    predict: int = 1
+    """Tokens predicted at the start: 1 or 3. The weights of the second and third fall to 0 on the way."""
+    predict_until: float = 1.0
+    """Share of the steps that the schedule of those weights takes; the last third of it predicts one token."""
+    split: float = 0.0
+    """Share of the steps after which a tied head becomes a table of its own (model.split); 0: never."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "rows", "length"):
+        for name in ("steps", "rows", "length", "window_block"):
             if getattr(self, name) < 1:
                 raise UserError(f"schedule.{name} is {getattr(self, name)}; it must be at least 1.")
-        for name in ("warmup", "cooldown", "floor"):
+        for name in (
+            "extension", "window_cubic", "window_short", "window_extension", "window_final", "momentum_warmup",
+            "momentum_cooldown",
+        ):  # fmt: skip
+            if getattr(self, name) < 0:
+                raise UserError(f"schedule.{name} is {getattr(self, name)}; it must not be negative.")
+        for name in ("warmup", "cooldown", "floor", "split", "predict_until", "momentum_low", "momentum_high"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"schedule.{name} is {getattr(self, name)}; it must lie between 0 and 1.")
         if self.warmup + self.cooldown > 1:
@@ -53,23 +114,168 @@ class ScheduleConfig:
                 f"schedule.warmup {self.warmup} and schedule.cooldown {self.cooldown} overlap; "
                 "their sum may be at most 1."
             )
+        for name in ("batch_ramp", "lr_ramp", "window_ramp"):
+            if any(value <= 0 for value in getattr(self, name)):
+                raise UserError(f"schedule.{name} is {getattr(self, name)}; every value must be above 0.")
+        if self.predict not in (1, 3):
+            raise UserError(f"schedule.predict is {self.predict}; it must be 1 or 3.")
+        if self.window_cubic and self.window_ramp:
+            raise UserError(
+                "schedule.window_cubic and schedule.window_ramp exclude each other; set one of them to 0 or ()."
+            )
+        if (self.window_extension or self.window_final or self.window_short) and not self.has_windows:
+            raise UserError(
+                "schedule.window_extension, window_final and window_short need a window_ramp or window_cubic."
+            )
+        for window in (
+            *self.window_ramp,
+            self.window_extension,
+            self.window_final,
+            self.window_short,
+            self.window_cubic,
+        ):
+            if window % self.window_block:
+                raise UserError(
+                    f"A window of {window} tokens is not made of whole blocks of {self.window_block} "
+                    "(schedule.window_block)."
+                )
 
-    def at(self, step: int) -> Stage:
-        """A trapezoid: up over the warm-up, flat, down to the floor. The last step is still above the floor."""
-        rise, fall = round(self.warmup * self.steps), round(self.cooldown * self.steps)
-        if step < rise:
-            lr = (step + 1) / rise
-        elif step < self.steps - fall:
-            lr = 1.0
-        else:
-            left = (self.steps - step) / fall
-            lr = left + self.floor * (1 - left)
-        return Stage(step, lr, self.rows, self.length)
+    # ------------------------------------------------------------------ over the steps
 
-    def shapes(self) -> list[tuple[int, int]]:
-        """Every distinct (rows, length), in order of appearance: what the kernel warm-up must visit."""
-        return [(self.rows, self.length)]
+    @property
+    def total(self) -> int:
+        """All steps of a run."""
+        return self.steps + self.extension
 
     @property
     def tokens(self) -> int:
-        return self.steps * self.rows * self.length
+        return sum(self._rows(s) for s in range(self.total)) * self.length
+
+    @property
+    def has_windows(self) -> bool:
+        return bool(self.window_ramp or self.window_cubic)
+
+    @property
+    def most_rows(self) -> int:
+        return max(self.batch_ramp, default=self.rows)
+
+    @property
+    def split_step(self) -> int | None:
+        """The step at whose end the head splits off; odd, so that an Adam that steps every second time has stepped."""
+        return math.ceil(self.split * self.steps) | 1 if self.split else None
+
+    def at(self, step: int) -> Stage:
+        windows = self._windows(step)
+        split = self.split_step
+        return Stage(
+            step=step,
+            lr=self._lr(step),
+            rows=self._rows(step),
+            length=self.length,
+            momentum=self._momentum(step),
+            windows=windows,
+            windows_so_far=self._so_far(step),
+            predict=self._predict(step),
+            tied=split is None or step <= split,
+            splits=step == split,
+        )
+
+    def after(self, done: int) -> Stage:
+        """What a validation after `done` steps sees: the stage just trained, and at the very end the final window."""
+        last = self.at(max(0, done - 1))
+        if last.splits:
+            last = dataclasses.replace(last, tied=False)
+        if done == self.total and last.windows is not None and self.window_final:
+            last = dataclasses.replace(last, windows=Windows(last.windows.short, self.window_final))
+        return last
+
+    def visits(self) -> list[Stage]:
+        """One stage of every shape, in order of appearance: what the kernel warm-up must visit."""
+        seen: dict[tuple[object, ...], Stage] = {}
+        for step in range(self.total):
+            stage = self.at(step)
+            seen.setdefault(stage.shape, stage)
+        return list(seen.values())
+
+    def shapes(self) -> list[tuple[int, int]]:
+        """Every distinct (rows, length)."""
+        return list(dict.fromkeys((self._rows(s), self.length) for s in range(self.total)))
+
+    # ------------------------------------------------------------------ one number each
+
+    def _slot(self, step: int, slots: int) -> int:
+        """Which of `slots` equal parts of the scheduled steps a step is in; the extension is in the last."""
+        return min(slots - 1, slots * step // self.steps)
+
+    def _rows(self, step: int) -> int:
+        return self.batch_ramp[self._slot(step, len(self.batch_ramp))] if self.batch_ramp else self.rows
+
+    def _lr(self, step: int) -> float:
+        """A trapezoid: up over the warm-up, flat, down to the floor, which the extension keeps."""
+        rise, fall = round(self.warmup * self.steps), self.cooldown * self.steps
+        if step >= self.steps:
+            return self.floor if self.cooldown else self._peak(step)
+        if step < rise:
+            return self._peak(step) * (step + 1) / rise
+        if step < self.steps - fall:
+            return self._peak(step)
+        left = (self.steps - step) / fall
+        return self._peak(step) * left + self.floor * (1 - left)
+
+    def _peak(self, step: int) -> float:
+        """The ramp's factor. It changes one step after the batch does where a slot ends exactly on a step."""
+        if not self.lr_ramp:
+            return 1.0
+        slots = len(self.lr_ramp)
+        return self.lr_ramp[min(slots, max(1, -(-slots * step // self.steps))) - 1]
+
+    def _long(self, step: int) -> int:
+        if step >= self.steps and self.window_extension:
+            return self.window_extension
+        if self.window_ramp:
+            return self.window_ramp[self._slot(step, len(self.window_ramp))]
+        x = min(step, self.steps) / self.steps
+        share = 4 * x**3 - 6 * x**2 + 3 * x
+        blocks = math.ceil(round(self.window_cubic * share / self.window_block, 9))
+        return max(1, blocks) * self.window_block
+
+    def _windows(self, step: int) -> Windows | None:
+        if not self.has_windows:
+            return None
+        long = self._long(step)
+        short = max(1, long // self.window_block // 2) * self.window_block
+        return Windows(min(short, self.window_short or short), long)
+
+    def _so_far(self, step: int) -> tuple[int, ...]:
+        if not self.has_windows:
+            return ()
+        if self.window_cubic:
+            found = [self._long(s) for s in range(step + 1)]
+        else:
+            slots = len(self.window_ramp)
+            found = list(self.window_ramp[: self._slot(min(step, self.steps - 1), slots) + 1])
+            if step >= self.steps and self.window_extension:
+                found.append(self.window_extension)
+        return tuple(w for i, w in enumerate(found) if i == 0 or w != found[i - 1])
+
+    def _momentum(self, step: int) -> float | None:
+        if not self.momentum_warmup and not self.momentum_cooldown:
+            return None
+        span = self.momentum_high - self.momentum_low
+        begin = self.total - self.momentum_cooldown
+        if step < self.momentum_warmup:
+            return self.momentum_low + span * (step / self.momentum_warmup)
+        if self.momentum_cooldown and step > begin:
+            return self.momentum_high - span * ((step - begin) / self.momentum_cooldown)
+        return self.momentum_high
+
+    def _predict(self, step: int) -> tuple[float, ...]:
+        if self.predict == 1:
+            return (1.0,)
+        over = self.predict_until * self.steps
+        u = step / over if over else math.inf
+        if u < 1 / 3:
+            return (1.0, 0.5, 0.25 * (1 - 3 * u))
+        if u < 2 / 3:
+            return (1.0, 0.5 * (1 - (3 * u - 1)))
+        return (1.0,)

@@ -1,0 +1,246 @@
+"""How a recipe describes its optimizers, and how they are built for the parts of a GPT.
+
+A model's parameters fall into parts by name (`part_of`). The matrices inside the blocks are trained by AdamW or by the
+Muon family; every other part by Adam, with its own rate, betas and decay.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args, get_type_hints
+
+import torch
+from torch import nn
+
+from speedrun.optim.adam import Adam
+from speedrun.optim.combined import Combined
+from speedrun.optim.muon import Muon, NorMuon
+from speedrun.optim.orthogonalize import NEWTON_SCHULZ_PER_STEP
+from speedrun.optim.outer import Snoo
+
+
+@dataclass(frozen=True)
+class Part:
+    lr: float = 1.0
+    """Multiplier of optim.lr."""
+    beta1: float = -1.0
+    """Decay of the gradient's moving average; -1 takes optim.beta1."""
+    beta2: float = -1.0
+    """Decay of the squared gradient's moving average; -1 takes optim.beta2."""
+    decay: float = 0.0
+    """Multiplier of optim.weight_decay."""
+
+
+@dataclass(frozen=True)
+class MuonPart:
+    lr: float = 0.02
+    """Learning rate of the matrices inside the blocks, before the schedule."""
+    attention_lr: float = 1.0
+    """Multiplier for the matrices of attention."""
+    up_lr: float = 1.0
+    """Multiplier for the MLP's first matrix."""
+    down_lr: float = 1.0
+    """Multiplier for the MLP's second matrix."""
+    momentum: float = 0.95
+    """Share of the old momentum; the schedule may warm it up and cool it down."""
+    nesterov: bool = True
+    """Look ahead: orthogonalise the gradient mixed with the new momentum, not the momentum alone."""
+    momentum_form: Literal["ema", "classical"] = "ema"
+    """Average the gradients, or sum them up."""
+    method: Literal["polar-express", "newton-schulz", "newton-schulz-per-step", "svd"] = "polar-express"
+    """How the update is orthogonalised."""
+    steps: int = 5
+    """Iterations of the orthogonalisation."""
+    scale: Literal["none", "unit-variance", "spectral", "match-rms-adamw"] = "spectral"
+    """Size of the update: see docs/optimizers.md."""
+    split_qkv: bool = True
+    """Orthogonalise query, key and value apart instead of as one matrix."""
+    beta2: float = 0.95
+    """Decay of NorMuon's second moment."""
+    weight_decay: float = 0.0
+    """Decay of the matrices."""
+    decay: Literal["decoupled", "cautious"] = "decoupled"
+    """Shrink every weight, or only where the update shrinks it too."""
+    decay_by: Literal["lr", "lr-squared"] = "lr"
+    """The decay follows the learning rate, or its square."""
+    update_ema: float = 0.0
+    """Share of earlier updates in the one that is applied; 0 turns it off."""
+
+
+@dataclass(frozen=True)
+class SnooPart:
+    k: int = 0
+    """Steps between outer steps; 0 turns Snoo off."""
+    lr: float = 0.68
+    """Outer learning rate."""
+    momentum: float = 0.37
+    """Outer Nesterov momentum."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    lr: float = 3e-3
+    """Adam's learning rate, before the schedule."""
+    beta1: float = 0.9
+    """Decay of the gradient's moving average."""
+    beta2: float = 0.95
+    """Decay of the squared gradient's moving average."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    eps_at: Literal["corrected", "uncorrected"] = "corrected"
+    """Before or after the second moment's bias correction."""
+    weight_decay: float = 0.1
+    """Adam's decay, per unit of learning rate."""
+    decay: Literal["decoupled", "cautious"] = "decoupled"
+    """Shrink every weight, or only where the update shrinks it too."""
+    decay_by: Literal["lr", "lr-squared"] = "lr"
+    """Adam's decay follows the learning rate, or its square."""
+    every: int = 1
+    """Adam steps each so many steps, on the sum of the gradients; Muon always steps."""
+    clip: float = 0.0
+    """Largest gradient norm over all parameters; 0 turns clipping off."""
+    matrices: Literal["adam", "muon", "normuon"] = "adam"
+    """Who trains the matrices inside the blocks."""
+    weights: Literal["float32", "bf16", "exact-bf16"] = "float32"
+    """How the matrices inside the blocks are stored; exact-bf16 keeps the missing 16 bits beside them."""
+    row_beta1: bool = False
+    """Experimental: beta1 of a table's row falls with how rarely the row gets a gradient."""
+    blocks: Part = field(default_factory=lambda: Part(decay=1.0))
+    """Matrices inside the blocks, when Adam trains them."""
+    embed: Part = field(default_factory=Part)
+    """The token table."""
+    head: Part = field(default_factory=Part)
+    """A head of its own."""
+    embed2: Part = field(default_factory=Part)
+    """The second token table."""
+    values: Part = field(default_factory=Part)
+    """Value embeddings."""
+    gates: Part = field(default_factory=Part)
+    """Gates of attention heads and of value embeddings."""
+    smear_gate: Part = field(default_factory=Part)
+    """The gate of smear."""
+    skip_gates: Part = field(default_factory=Part)
+    """Gates of skips."""
+    x0: Part = field(default_factory=Part)
+    """Shares of the first embedding before each block."""
+    scalars: Part = field(default_factory=Part)
+    """All other learned numbers."""
+    muon: MuonPart = field(default_factory=MuonPart)
+    """The Muon family, when it trains the matrices."""
+    snoo: SnooPart = field(default_factory=SnooPart)
+    """An outer Nesterov step every k steps."""
+
+    def __post_init__(self) -> None:
+        _check(self, "optim.")
+
+
+PARTS = ("blocks", "embed", "head", "embed2", "values", "gates", "smear_gate", "skip_gates", "x0", "scalars")
+_BETAS = ("beta1", "beta2", "momentum", "update_ema")
+
+
+def _check(config: Any, prefix: str) -> None:
+    """Every number in range, every word known; ValueError with the dotted name otherwise."""
+    hints = get_type_hints(type(config))
+    for f in fields(config):
+        value, name = getattr(config, f.name), prefix + f.name
+        if hasattr(value, "__dataclass_fields__"):
+            _check(value, name + ".")
+        elif isinstance(value, str):
+            if value not in get_args(hints[f.name]):
+                raise ValueError(f"{name} is {value!r}; it must be one of: {', '.join(get_args(hints[f.name]))}.")
+        elif isinstance(value, bool):
+            continue
+        elif f.name in _BETAS:
+            if not (0 <= value < 1 or (value == -1 and isinstance(config, Part))):
+                raise ValueError(f"{name} is {value}; it must be at least 0 and below 1.")
+        elif not 0 <= value < math.inf:
+            raise ValueError(f"{name} is {value}; it must be finite and not negative.")
+        elif f.name in ("every", "steps") and value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1.")
+
+
+def part_of(name: str) -> str:
+    """Which part of a GPT a parameter belongs to."""
+    if name in ("embed", "head", "embed2", "smear_gate", "skip_gates"):
+        return name
+    if name.startswith("value_embeds"):
+        return "values"
+    if name.endswith(("attention.gate", "attention.value_gate")):
+        return "gates"
+    if name == "x0_lambdas":
+        return "x0"
+    return "blocks" if name.endswith(".weight") else "scalars"
+
+
+def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: OptimConfig) -> torch.optim.Optimizer:
+    """The optimizers of a GPT as one. Each group keeps its base rate as `initial_lr`, and says its `part`."""
+    parts: dict[str, list[tuple[str, nn.Parameter]]] = {part: [] for part in PARTS}
+    for name, parameter in named:
+        parts[part_of(name)].append((name, parameter))
+    members: list[torch.optim.Optimizer] = []
+    if config.matrices != "adam" and parts["blocks"]:
+        members.append(_build_muon(parts.pop("blocks"), config))
+    groups = []
+    for part, inside in parts.items():
+        if not inside:
+            continue
+        p: Part = getattr(config, part)
+        betas = tuple(base if own == -1 else own for own, base in ((p.beta1, config.beta1), (p.beta2, config.beta2)))
+        rate = config.lr * p.lr
+        table = part in ("embed", "embed2", "values", "head")
+        groups.append(
+            {
+                "params": inside, "lr": rate, "initial_lr": rate, "betas": betas, "part": part,
+                "weight_decay": config.weight_decay * p.decay, "row_beta1": config.row_beta1 and table,
+            }
+        )  # fmt: skip
+    if groups:
+        members.append(
+            Adam(
+                groups, lr=config.lr, eps=config.eps, eps_at=config.eps_at, decay=config.decay,
+                decay_by=config.decay_by, every=config.every, exact_bf16=config.weights == "exact-bf16",
+            )
+        )  # fmt: skip
+    optimizer = members[0] if len(members) == 1 else Combined(*members)
+    if config.snoo.k:
+        optimizer = Snoo(optimizer, config.snoo.lr, config.snoo.momentum, config.snoo.k)
+    return optimizer
+
+
+def _build_muon(inside: list[tuple[str, nn.Parameter]], config: OptimConfig) -> Muon:
+    m = config.muon
+    per_step = m.method == "newton-schulz-per-step"
+    options: dict[str, Any] = {
+        "momentum": m.momentum, "nesterov": m.nesterov, "momentum_form": m.momentum_form,
+        "method": "newton-schulz" if per_step else m.method, "steps": m.steps,
+        "coefficients": NEWTON_SCHULZ_PER_STEP if per_step else None, "scale": m.scale,
+        "weight_decay": m.weight_decay, "decay": m.decay, "decay_by": m.decay_by, "update_ema": m.update_ema,
+        "exact_bf16": config.weights == "exact-bf16",
+    }  # fmt: skip
+    if config.matrices == "normuon":
+        options["beta2"] = m.beta2
+
+    def rate(name: str) -> float:
+        return m.up_lr if name.endswith("up.weight") else m.down_lr if name.endswith("down.weight") else m.attention_lr
+
+    group = {
+        "params": inside, "lr": m.lr, "initial_lr": m.lr, "part": "blocks", "lr_mul": [rate(n) for n, _ in inside],
+        "blocks": [3 if m.split_qkv and n.endswith("qkv.weight") else 1 for n, _ in inside],
+    }  # fmt: skip
+    return (NorMuon if config.matrices == "normuon" else Muon)([group], lr=m.lr, **options)
+
+
+def master(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> torch.Tensor:
+    """The exact float32 value of a weight."""
+    value: torch.Tensor = optimizer.master(p)  # type: ignore[attr-defined]
+    return value
+
+
+def set_master(optimizer: torch.optim.Optimizer, p: nn.Parameter, value: torch.Tensor) -> None:
+    optimizer.set_master(p, value)  # type: ignore[attr-defined]
+
+
+def copy_state(optimizer: torch.optim.Optimizer, source: nn.Parameter, target: nn.Parameter) -> None:
+    """What the optimizer has learned about one parameter becomes what it knows about another of the same shape."""
+    state = optimizer.state.get(source, {})
+    optimizer.state[target] = {k: v.clone() if torch.is_tensor(v) else v for k, v in state.items()}
