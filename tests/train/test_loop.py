@@ -16,6 +16,7 @@ from speedrun.errors import UserError
 from speedrun.train import checkpoint
 from speedrun.train.loop import Trainer, document_numbers, share
 from speedrun.train.runlog import read_metrics, read_result
+from speedrun.train.schedule import Stage
 from tests.train.tiny import tiny_trainer
 
 
@@ -76,7 +77,9 @@ def test_micro_batches_do_not_change_the_gradient(tokens: TokenFolder, tmp_path:
     parts = tiny_trainer(tokens, tmp_path / "parts", {"schedule.rows": 7}, micro_rows=size)
     for trainer in (whole, parts):  # a zero head gives zero gradients below it
         torch.nn.init.normal_(trainer.model.head, std=0.1, generator=torch.Generator().manual_seed(1))
-    assert whole.gradients(batch_for(whole)) == pytest.approx(parts.gradients(batch_for(parts)), rel=1e-6)
+    assert whole.gradients(batch_for(whole), whole.recipe.schedule.at(0)) == pytest.approx(
+        parts.gradients(batch_for(parts), parts.recipe.schedule.at(0)), rel=1e-6
+    )
     for a, b in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-7)
 
@@ -87,7 +90,8 @@ def test_gradients_are_weighted_by_tokens_not_by_micro_batches(tokens: TokenFold
     parts = tiny_trainer(tokens, tmp_path / "parts", micro_rows=1)
     batch = batch_for(whole)
     batch.targets[0, 3:] = -1
-    assert whole.gradients(batch) == pytest.approx(parts.gradients(batch), rel=1e-6)
+    stage = whole.recipe.schedule.at(0)
+    assert whole.gradients(batch, stage) == pytest.approx(parts.gradients(batch, stage), rel=1e-6)
     torch.testing.assert_close(whole.model.head.grad, parts.model.head.grad, rtol=1e-4, atol=1e-7)
 
 
@@ -124,7 +128,7 @@ def test_out_of_memory_with_one_row_says_what_to_do(tokens: TokenFolder, tmp_pat
 
     trainer.loss_of = greedy
     with pytest.raises(UserError, match="single row of 32 tokens"):
-        trainer.gradients(batch_for(trainer))
+        trainer.gradients(batch_for(trainer), trainer.recipe.schedule.at(0))
 
 
 def test_other_runtime_errors_are_not_swallowed(tokens: TokenFolder, tmp_path: Path) -> None:
@@ -135,7 +139,7 @@ def test_other_runtime_errors_are_not_swallowed(tokens: TokenFolder, tmp_path: P
 
     trainer.loss_of = broken
     with pytest.raises(RuntimeError, match="shapes do not match"):
-        trainer.gradients(batch_for(trainer))
+        trainer.gradients(batch_for(trainer), trainer.recipe.schedule.at(0))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -145,8 +149,8 @@ def test_a_loss_that_is_not_finite_fails_the_run_before_the_weights_change(
     trainer = tiny_trainer(tokens, tmp_path / "run", checkpoint_every=2)
     gradients, seen = trainer.gradients, []
 
-    def poisoned(batch: Batch) -> float:
-        loss = gradients(batch)
+    def poisoned(batch: Batch, stage: Stage) -> float:
+        loss = gradients(batch, stage)
         seen.append(weights(trainer))
         return bad if len(seen) == 2 + 6 else loss  # after the warm-up's 2 steps, step 5
 
@@ -213,7 +217,7 @@ def test_validation_is_the_mean_over_every_token_and_touches_nothing(tokens: Tok
     trainer = tiny_trainer(tokens, tmp_path / "run", {"validation.rows": 3, "validation.length": 50})
     torch.nn.init.normal_(trainer.model.head, std=0.1)
     before = weights(trainer)
-    measured = trainer.validate("val")
+    measured = trainer.validate("val", 0)
     assert equal(before, weights(trainer))
     stream = torch.from_numpy(np.fromfile(tokens.shards("val")[0], dtype="<u2", offset=1024).astype(np.int64))
     total = 0.0
@@ -235,10 +239,11 @@ def test_packed_documents_do_not_see_each_other(tokens: TokenFolder, tmp_path: P
         Batch(ids[:, :20], ids[:, 1:21], (np.array([0]),), {}),
         Batch(ids[:, 20:-1], ids[:, 21:], (np.array([0]),), {}),
     )
-    together = trainer.micro_loss(row).item()
-    assert together == pytest.approx(sum(trainer.micro_loss(part).item() for part in alone), rel=1e-4)
+    stage = trainer.recipe.schedule.at(0)
+    together = trainer.micro_loss(row, stage).item()
+    assert together == pytest.approx(sum(trainer.micro_loss(part, stage).item() for part in alone), rel=1e-4)
     apart = Batch(row.inputs, row.targets, (np.array([0]),), {})
-    assert abs(trainer.micro_loss(apart).item() - together) > 1e-3
+    assert abs(trainer.micro_loss(apart, stage).item() - together) > 1e-3
 
 
 def test_document_numbers_follow_the_starts() -> None:
@@ -290,3 +295,77 @@ def test_a_compiler_that_fails_is_replaced_by_eager(tokens: TokenFolder, tmp_pat
     trainer.loss_of = broken
     assert trainer.run()["status"] == "ok"
     assert "torch.compile failed here" in (tmp_path / "run" / "log.txt").read_text()
+
+
+EVERYTHING = {
+    "model.layers": 4,
+    "model.tied": True,
+    "model.split": True,
+    "model.embed_norm": True,
+    "model.rotary": "half",
+    "model.yarn": True,
+    "model.long_layers": (0, 3),
+    "model.key_offset": True,
+    "model.attention_gates": True,
+    "model.value_tables": 1,
+    "model.value_layers": ((1, 0),),
+    "model.smear": True,
+    "model.x0_lambdas": True,
+    "model.second_embedding": True,
+    "model.skips": ((0, 2),),
+    "model.backout": 1,
+    "model.softcap": "sigmoid",
+    "optim.matrices": "normuon",
+    "optim.weights": "exact-bf16",
+    "optim.every": 2,
+    "optim.muon.decay": "cautious",
+    "optim.muon.weight_decay": 0.5,
+    "optim.muon.update_ema": 0.2,
+    "optim.snoo.k": 3,
+    "loader.packing": "documents",
+    "schedule.extension": 2,
+    "schedule.batch_ramp": (2, 3, 4),
+    "schedule.lr_ramp": (1.0, 1.5, 1.7),
+    "schedule.window_ramp": (8, 16, 24),
+    "schedule.window_block": 8,
+    "schedule.window_final": 32,
+    "schedule.momentum_warmup": 4,
+    "schedule.momentum_cooldown": 3,
+    "schedule.predict": 3,
+    "schedule.split": 0.5,
+    "schedule.floor": 0.1,
+}
+
+
+@pytest.mark.parametrize("after", [2, 3, 5, 8, 9, 13])
+def test_with_everything_on_a_resumed_run_has_the_same_bits(tokens: TokenFolder, tmp_path: Path, after: int) -> None:
+    """From an even step with gradients waiting, across a window change, across the split, inside the extension."""
+    whole = tiny_trainer(tokens, tmp_path / "whole", EVERYTHING)
+    assert whole.run()["status"] == "ok"
+    assert whole.recipe.schedule.split_step == 7
+    half = tiny_trainer(tokens, tmp_path / "half", EVERYTHING, checkpoint_every=after, final_checkpoint=False, keep=20)
+    half.run()
+    saved = checkpoint.load(tmp_path / "half" / "checkpoints" / f"step-{after:06d}")
+    rest = tiny_trainer(tokens, tmp_path / "rest", EVERYTHING)
+    rest.run(saved)
+    assert equal(weights(whole), weights(rest))
+    for p, q in zip(whole.model.parameters(), rest.model.parameters(), strict=True):
+        if p.dtype == torch.bfloat16:
+            assert torch.equal(whole.optimizer.master(p), rest.optimizer.master(q))  # type: ignore[attr-defined]
+    wanted = [m for m in losses(tmp_path / "whole") if m[1] > after or (m[0] == "train" and m[1] == after)]
+    assert losses(tmp_path / "rest") == wanted
+
+
+def test_with_everything_on_the_warm_up_leaves_no_trace(tokens: TokenFolder, tmp_path: Path) -> None:
+    a = tiny_trainer(tokens, tmp_path / "a", EVERYTHING)
+    before = weights(a)
+    a.warm_up()
+    assert equal(before, weights(a))
+    assert not [s for s in a.optimizer.state.values() if s]
+
+
+def test_everything_compiles_and_nothing_recompiles(tokens: TokenFolder, tmp_path: Path) -> None:
+    compiled = tiny_trainer(tokens, tmp_path / "a", EVERYTHING, compile=True)
+    plain = tiny_trainer(tokens, tmp_path / "b", EVERYTHING)
+    assert compiled.run()["val_loss"] == pytest.approx(plain.run()["val_loss"], rel=1e-3)
+    assert compiled.loss_of is not compiled.model, "it fell back to eager"

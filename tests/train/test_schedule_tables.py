@@ -14,7 +14,8 @@ BLOCK = 128
 SHORT = ScheduleConfig(
     steps=1800, extension=40, length=2048, warmup=0.0, cooldown=0.5, floor=0.1,
     batch_ramp=(64, 128, 192), lr_ramp=(1.0, 1.52, 1.73), window_ramp=(3 * BLOCK, 7 * BLOCK, 11 * BLOCK),
-    window_extension=13 * BLOCK, window_final=20 * BLOCK, momentum_warmup=300, momentum_cooldown=50, predict=3, split=2 / 3,
+    window_extension=13 * BLOCK, window_final=20 * BLOCK, momentum_warmup=300, momentum_cooldown=50, predict=3,
+    split=2 / 3,
 )  # fmt: skip
 
 # The medium track's record of the same week: 4,700 and 40.
@@ -89,7 +90,8 @@ def test_medium_changes_come_at_the_right_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "lr"), [(391, 1.0), (392, 1.52), (784, 1.73), (1175, 1.73), (1176, 2.0), (1410, 2.0), (4700, 0.1), (4739, 0.1)]
+    ("step", "lr"),
+    [(391, 1.0), (392, 1.52), (784, 1.73), (1175, 1.73), (1176, 2.0), (1410, 2.0), (4700, 0.1), (4739, 0.1)],
 )
 def test_medium_learning_rate(step, lr) -> None:
     assert MEDIUM.at(step).lr == pytest.approx(lr, rel=1e-3)
@@ -105,11 +107,19 @@ def test_momentum_rises_and_falls(step, momentum) -> None:
 @pytest.mark.parametrize(
     ("schedule", "step", "weights"),
     [
-        (SHORT, 0, (1, 0.5, 0.25)), (SHORT, 300, (1, 0.5, 0.125)), (SHORT, 599, (1, 0.5, 0.25 / 600)), (SHORT, 600, (1, 0.5)),
-        (SHORT, 900, (1, 0.25)), (SHORT, 1200, (1,)), (SHORT, 1839, (1,)), (MEDIUM, 391, (1, 0.5, 0.25 * (1 - 1173 / 1175))),
-        (MEDIUM, 392, (1, 0.5 * (1 - (3 * 392 / 1175 - 1)))), (MEDIUM, 783, (1, 0.5 * (2 - 3 * 783 / 1175))), (MEDIUM, 784, (1,)),
+        (SHORT, 0, (1, 0.5, 0.25)),
+        (SHORT, 300, (1, 0.5, 0.125)),
+        (SHORT, 599, (1, 0.5, 0.25 / 600)),
+        (SHORT, 600, (1, 0.5)),
+        (SHORT, 900, (1, 0.25)),
+        (SHORT, 1200, (1,)),
+        (SHORT, 1839, (1,)),
+        (MEDIUM, 391, (1, 0.5, 0.25 * (1 - 1173 / 1175))),
+        (MEDIUM, 392, (1, 0.5 * (1 - (3 * 392 / 1175 - 1)))),
+        (MEDIUM, 783, (1, 0.5 * (2 - 3 * 783 / 1175))),
+        (MEDIUM, 784, (1,)),
     ],
-)  # fmt: skip
+)
 def test_weights_of_the_predicted_tokens(schedule, step, weights) -> None:
     assert schedule.at(step).predict == pytest.approx(weights)
 

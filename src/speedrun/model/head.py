@@ -76,16 +76,24 @@ def multi_token_sum(
 # -------------------------------------------------------------------------------------------- 8-bit floats
 
 
+def scaled_product(a8: Tensor, b8: Tensor, scale: float, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """a b * scale for 8-bit floats, summed up in float32."""
+    one, factor = (torch.tensor(s, dtype=torch.float32, device=a8.device) for s in (1.0, scale))
+    try:
+        return torch._scaled_mm(a8, b8, scale_a=factor, scale_b=one, out_dtype=dtype, use_fast_accum=fast)
+    except RuntimeError:
+        if a8.device.type != "cpu":
+            raise
+        return (a8.float() @ b8.float()).mul_(scale).to(dtype)  # not every CPU has that kernel; the values are the same
+
+
 @torch.library.custom_op("speedrun::fp8_product", mutates_args=())
 def fp8_product(
     x_ND: Tensor, w_VD: Tensor, x_scale: float, w_scale: float, g_scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x W^T in 8-bit floats, and the two operands as they were multiplied. `g_scale` is for the backward pass."""
     x8, w8 = x_ND.div(x_scale).to(E4M3), w_VD.div(w_scale).to(E4M3)
-    scale_x, scale_w = (torch.tensor(s, dtype=torch.float32, device=x_ND.device) for s in (x_scale, w_scale))
-    out = torch._scaled_mm(
-        x8, w8.t(), scale_a=scale_x, scale_b=scale_w, out_dtype=torch.bfloat16, use_fast_accum=x_ND.is_cuda
-    )
+    out = scaled_product(x8, w8.t(), x_scale * w_scale, torch.bfloat16, fast=x_ND.is_cuda)
     return out, x8, w8
 
 
@@ -101,19 +109,8 @@ def fp8_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x (bfloat16) and of W (float32), the incoming gradient in 8-bit floats with a wide exponent."""
     g8 = g_NV.div(g_scale).to(E5M2)
-    scales = [torch.tensor(s, dtype=torch.float32, device=g_NV.device) for s in (x_scale, w_scale, g_scale)]
-    scale_x, scale_w, scale_g = scales
-    dx = torch._scaled_mm(
-        g8, w8_VD.t().contiguous().t(), scale_a=scale_g, scale_b=scale_w, out_dtype=torch.bfloat16, use_fast_accum=False
-    )
-    dw = torch._scaled_mm(
-        x8_ND.t().contiguous(),
-        g8.t().contiguous().t(),
-        scale_a=scale_x,
-        scale_b=scale_g,
-        out_dtype=torch.float32,
-        use_fast_accum=False,
-    )
+    dx = scaled_product(g8, w8_VD.t().contiguous().t(), g_scale * w_scale, torch.bfloat16)
+    dw = scaled_product(x8_ND.t().contiguous(), g8.t().contiguous().t(), x_scale * g_scale, torch.float32)
     return dx, dw.t().contiguous()
 
 

@@ -6,7 +6,7 @@ The inner optimizer explores for k steps. What it did, seen as one long gradient
 goes on from there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -101,6 +101,23 @@ class Snoo(Optimizer):
 
     def set_master(self, p: Tensor, value: Tensor) -> None:
         self._masters.set_master(p, value)
+
+    def tensors(self, names: Mapping[Any, str]) -> dict[str, Tensor]:
+        """The outer weights and momenta by parameter name, for checkpoints."""
+        found = {}
+        for p, outer, buffer in zip(self._params(), self.outer, self.buffers, strict=True):
+            found[f"outer.{names[p]}"] = outer
+            if buffer is not None:
+                found[f"momentum.{names[p]}"] = buffer
+        return found
+
+    def load_tensors(self, names: Mapping[Any, str], tensors: Mapping[str, Tensor], count: int) -> None:
+        """Put back what `tensors` gave."""
+        self.count = count
+        for i, p in enumerate(self._params()):
+            self.outer[i] = tensors[f"outer.{names[p]}"].to(p.device, copy=True)
+            buffer = tensors.get(f"momentum.{names[p]}")
+            self.buffers[i] = None if buffer is None else buffer.to(p.device, copy=True)
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, and `snoo` beside it, in the order of the parameters."""

@@ -1,7 +1,7 @@
 """`muon`: the same idea refined: query, key and value apart, and updates of unit variance.
 
-Record of October 2024: 6,200 steps, 3.25 B tokens, no warm-up. What its text claims beside that (a fallback for matrices
-on which the iteration fails, a choice of methods) is in `speedrun.optim.orthogonalize`.
+Record of October 2024: 6,200 steps, 3.25 B tokens, no warm-up. What its text claims beside that (a fallback for
+matrices on which the iteration fails, a choice of methods) is in `speedrun.optim.orthogonalize`.
 """
 
 from dataclasses import replace

@@ -1,7 +1,8 @@
 """`orthogonal-nesterov`: the first record whose matrices were trained by orthogonalised Nesterov momentum.
 
-Everything else is as before it: the GPT-2 form, AdamW for the tied table, a trapezoid schedule. The fused query-key-value
-matrix is orthogonalised as one, and the update is not scaled. Record of October 2024: 7,000 steps, 3.67 B tokens.
+Everything else is as before it: the GPT-2 form, AdamW for the tied table, a trapezoid schedule. The fused
+query-key-value matrix is orthogonalised as one, and the update is not scaled. Record of October 2024: 7,000 steps,
+3.67 B tokens.
 """
 
 from dataclasses import replace

@@ -283,9 +283,12 @@ class Trainer:
     def save(self, done: int) -> None:
         # Remainders are not stored: the exact weights are, in place of their upper halves.
         tensors, optimizer = checkpoint.flatten_optimizer(self.optimizer, self.names, skip=frozenset({"remainder"}))
+        if isinstance(self.optimizer, Snoo):
+            tensors |= {f"snoo.{key}": value for key, value in self.optimizer.tensors(self.names).items()}
         tensors |= {f"model.{name}": self.exact(p) for name, p in self.model.named_parameters()}
         state = {
             "optimizer": optimizer,
+            "outer_count": self.optimizer.count if isinstance(self.optimizer, Snoo) else None,
             "loader": self.loader_state,
             "clock": self.clock.seconds,
             "tokens": self.tokens_seen,
@@ -312,6 +315,9 @@ class Trainer:
             for name, p in self.model.named_parameters():
                 if p.dtype == torch.bfloat16:
                     set_master(self.optimizer, p, saved.tensors[f"model.{name}"].to(self.device))
+        if isinstance(self.optimizer, Snoo):
+            outer = {k.removeprefix("snoo."): v for k, v in saved.tensors.items() if k.startswith("snoo.")}
+            self.optimizer.load_tensors(self.names, outer, saved.state["outer_count"])
         self.start = saved.step
         self.loader_state = saved.state["loader"]
         self.clock = Clock(self.device, saved.state["clock"])
