@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 import speedrun
 from speedrun import doctor as doctor_room
@@ -288,8 +288,13 @@ def recipes(args: Sequence[str]) -> int:
     say(f"{recipe.name} at {recipe.track} size: {recipe.about}")
     parts = ", ".join(f"{k} {v / 1e6:.2f} M" for k, v in counts.items())
     say(f"{sum(counts.values()) / 1e6:.2f} M parameters ({parts})")
-    say(f"{recipe.schedule.tokens / 1e6:,.2f} M training tokens")
-    table = Table("field", "value", "meaning", box=None)
+    say(f"{recipe.schedule.tokens / 1e6:,.2f} M training tokens in {recipe.schedule.total:,} steps")
+    header, *rows = recipe.model.table()
+    layers = Table(*header, box=None)
+    for row in rows:
+        layers.add_row(*row)
+    say(layers)
+    table = Table(Column("field", no_wrap=True), "value", "meaning", box=None)
     explained = meanings(Recipe)
     for name, value in fields_of(recipe).items():
         if "." in name:

@@ -40,6 +40,10 @@ def value_at(value: Any, index: int) -> Any:
     return value[index] if isinstance(value, list) else value
 
 
+class NonFiniteGradient(ValueError):
+    """A gradient is NaN or infinite. No weight and no state has changed."""
+
+
 class SpeedrunOptimizer(Optimizer):
     """The common part; not an optimizer by itself."""
 
@@ -155,7 +159,7 @@ class SpeedrunOptimizer(Optimizer):
         for w in work:
             total = w.grad.sum(dtype=torch.float32 if w.grad.itemsize < 4 else None).item()
             if not math.isfinite(total) and not w.grad.isfinite().all():
-                raise ValueError(
+                raise NonFiniteGradient(
                     f"The gradient of {w.name} is not finite (NaN or infinite); no weight was changed. "
                     "Skip this step, lower the learning rate, or clip the gradients."
                 )
@@ -177,7 +181,7 @@ class SpeedrunOptimizer(Optimizer):
         if event is not None:
             event.synchronize()
         if not answer.item():
-            raise ValueError(
+            raise NonFiniteGradient(
                 "A gradient of the previous step was not finite (NaN or infinite); that step changed no weight. "
                 "Skip such steps, lower the learning rate, or clip the gradients."
             )

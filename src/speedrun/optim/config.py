@@ -41,6 +41,10 @@ class MuonPart:
     """Multiplier for the MLP's first matrix."""
     down_lr: float = 1.0
     """Multiplier for the MLP's second matrix."""
+    gates: bool = False
+    """Train the gates of attention, value embeddings and smear here, too, instead of with Adam."""
+    gates_lr: float = 1.0
+    """Multiplier for those gates."""
     momentum: float = 0.95
     """Share of the old momentum; the schedule may warm it up and cool it down."""
     nesterov: bool = True
@@ -179,7 +183,10 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: OptimConf
         parts[part_of(name)].append((name, parameter))
     members: list[torch.optim.Optimizer] = []
     if config.matrices != "adam" and parts["blocks"]:
-        members.append(_build_muon(parts.pop("blocks"), config))
+        inside = parts.pop("blocks")
+        if config.muon.gates:
+            inside += parts.pop("gates") + parts.pop("smear_gate")
+        members.append(_build_muon(inside, config))
     groups = []
     for part, inside in parts.items():
         if not inside:
@@ -219,8 +226,11 @@ def _build_muon(inside: list[tuple[str, nn.Parameter]], config: OptimConfig) -> 
     }  # fmt: skip
     if config.matrices == "normuon":
         options["beta2"] = m.beta2
+        options["axis"] = [None if part_of(n) == "blocks" else -1 for n, _ in inside]  # gates: one number per head
 
     def rate(name: str) -> float:
+        if part_of(name) != "blocks":
+            return m.gates_lr
         return m.up_lr if name.endswith("up.weight") else m.down_lr if name.endswith("down.weight") else m.attention_lr
 
     group = {

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from speedrun.errors import UserError, nearest
-from speedrun.recipes import adamw, gpt2, muon, orthogonal_nesterov
+from speedrun.recipes import adamw, gpt2, interleaved, medium, medium_before, muon, normuon, orthogonal_nesterov
 from speedrun.train.config import Recipe
 
 LINEAGE: dict[str, dict[str, Callable[[], Recipe]]] = {
@@ -11,6 +11,10 @@ LINEAGE: dict[str, dict[str, Callable[[], Recipe]]] = {
     "adamw": adamw.SIZES,
     "orthogonal-nesterov": orthogonal_nesterov.SIZES,
     "muon": muon.SIZES,
+    "normuon": normuon.SIZES,
+    "interleaved": interleaved.SIZES,
+    "medium-before": medium_before.SIZES,
+    "medium": medium.SIZES,
 }
 DEFAULT = "adamw"
 

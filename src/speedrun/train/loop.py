@@ -27,7 +27,7 @@ from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError
 from speedrun.model.gpt import GPT
 from speedrun.optim import Combined, Snoo
-from speedrun.optim.base import SpeedrunOptimizer
+from speedrun.optim.base import NonFiniteGradient, SpeedrunOptimizer
 from speedrun.optim.config import build_optimizer, copy_state, master, set_master
 from speedrun.train import checkpoint, telemetry
 from speedrun.train.clock import Clock, synchronize
@@ -193,8 +193,12 @@ class Trainer:
         if self.recipe.optim.clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.optim.clip, foreach=True)
         self.set_rates(stage)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        try:
+            self.optimizer.step()
+        except NonFiniteGradient as e:
+            raise NonFiniteLoss(f"the loss of step {stage.step} is finite, but a gradient is not: {e}") from e
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
         if stage.splits:
             self.model.split_head()
             assert self.model.head is not None

@@ -1,0 +1,64 @@
+"""`medium`: the short track's record brought to the medium track (16 layers of width 1,024, loss 2.92).
+
+Record of the turn of 2026: 4,700 + 40 steps, 2.18 B tokens. What its text lists as not yet taken over is a switch here:
+Snoo (optim.snoo.k=28), the update's moving average (optim.muon.update_ema=0.2), Smear-MTP (model.smear_mtp), bf16
+weights (optim.weights=exact-bf16), cubic windows (schedule.window_cubic), the ISRU cap (model.softcap=isru).
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from speedrun.data.loader import LoaderConfig
+from speedrun.model.gpt import GPTConfig
+from speedrun.optim.config import OptimConfig, Part
+from speedrun.recipes import interleaved
+from speedrun.recipes.normuon import BLOCK
+from speedrun.train.config import Recipe, ValidationConfig
+from speedrun.train.schedule import ScheduleConfig
+
+ABOUT = "the short record's techniques at medium size, with a second embedding"
+FORM: dict[str, Any] = interleaved.FORM | {"gate_inputs": 16, "second_embedding": True, "residual_lambdas": 1.05}
+OPTIM = OptimConfig(
+    lr=0.004, beta1=0.8, beta2=0.95, eps_at="uncorrected", weight_decay=0.005, decay="cautious", decay_by="lr-squared",
+    every=2, matrices="normuon", muon=replace(interleaved.MUON, lr=0.015, gates=True, gates_lr=0.1),
+    embed=Part(decay=150.0), head=Part(decay=150.0), embed2=Part(75.0, decay=5.0), values=Part(75.0, decay=5.0),
+    smear_gate=Part(0.01), skip_gates=Part(0.01), x0=Part(5.0), scalars=Part(10.0, 0.9, 0.99),
+)  # fmt: skip
+
+
+def pocket() -> Recipe:
+    base = interleaved.pocket()
+    return replace(
+        base,
+        name="medium",
+        about=ABOUT,
+        model=replace(base.model, second_embedding=True, residual_lambdas=1.05, gate_inputs=16, skips=((0, 2), (1, 3))),
+        optim=replace(OPTIM, muon=replace(OPTIM.muon, lr=0.02)),
+        schedule=replace(base.schedule, cooldown=0.7, predict_until=0.25, split=1 / 6, window_short=64),
+    )
+
+
+def medium() -> Recipe:
+    return Recipe(
+        name="medium",
+        track="medium",
+        about=ABOUT,
+        model=GPTConfig(
+            **FORM, vocab=50304, layers=16, width=1024, heads=8, long_layers=(0, 4, 11, 15), value_tables=5,
+            value_layers=tuple((first + table, table) for first in (0, 11) for table in range(5)),
+            skips=((6, 9), (4, 10), (2, 11)), backout=11,
+        ),
+        loader=LoaderConfig(packing="documents", order="sequential", max_document=4096, tail="discard"),
+        optim=OPTIM,
+        schedule=ScheduleConfig(
+            steps=4700, extension=40, length=16384, warmup=0.0, cooldown=0.7, floor=0.1,
+            batch_ramp=(8, 16, 24, *[32] * 9), lr_ramp=(1.0, 1.52, 1.73, *[2.0] * 9),
+            window_ramp=tuple(BLOCK * b for b in (3, 7, 11, 13, 15, 17, 19, 21, 23, 23, 23, 23)),
+            window_short=11 * BLOCK, window_final=27 * BLOCK, momentum_warmup=300, momentum_cooldown=50, predict=3,
+            predict_until=0.25, split=1 / 6,
+        ),
+        validation=ValidationConfig(every=250, rows=1, length=262144),
+    )  # fmt: skip
+
+
+SIZES = {"medium": medium, "pocket": pocket}

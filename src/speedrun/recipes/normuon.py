@@ -1,0 +1,75 @@
+"""`normuon`: Polar Express and a second moment per row, on the model that a year of records had grown.
+
+Record of November 2025: 2,245 + 40 steps of 262,144 tokens. The model has value embeddings, gates, smear, skips,
+backout, windows with YaRN and an 8-bit head; Adam steps every second time. Its text says that gradients are averaged
+over the accumulation steps, which its code did not do: here they are.
+"""
+
+import math
+from dataclasses import replace
+
+from speedrun.data.loader import LoaderConfig
+from speedrun.model.gpt import GPTConfig
+from speedrun.optim.config import MuonPart, OptimConfig, Part
+from speedrun.train.config import Recipe, ValidationConfig
+from speedrun.train.schedule import ScheduleConfig
+
+ABOUT = "NorMuon with Polar Express, on a model with value embeddings, gates, skips and windows"
+FLOAT32_EPS = 2.0**-23
+BLOCK = 128
+
+FORM = GPTConfig(
+    norm_eps=FLOAT32_EPS, embed_norm=True, embed_std=1.0, rotary="half", rotary_base=1024.0, yarn=True,
+    attention_scale=0.1, attention_gates=True, value_std=1.0, value_lambdas=True, smear=True, residual_lambdas=1.0,
+    x0_lambdas=True, softcap="sigmoid", softcap_limit=30.0, init_scale=0.5 * math.sqrt(3), across_documents=True,
+)  # fmt: skip
+OPTIM = OptimConfig(
+    lr=0.008, beta1=0.65, beta2=0.95, eps_at="uncorrected", weight_decay=0.0, every=2, matrices="normuon",
+    embed=Part(lr=75.0), values=Part(lr=75.0), head=Part(lr=1.0), x0=Part(lr=5.0), scalars=Part(lr=5.0),
+    muon=MuonPart(lr=0.03, gates=True),
+)  # fmt: skip
+
+
+def pocket() -> Recipe:
+    """Four layers keep a place for everything: layer 2 has no attention, the outer ones have the long window."""
+    return Recipe(
+        name="normuon",
+        track="pocket",
+        about=ABOUT,
+        model=replace(
+            FORM, vocab=4096, layers=4, width=128, heads=4, gate_inputs=12, long_layers=(0, 3), no_attention=(2,),
+            value_tables=2, value_layers=((0, 0), (1, 1), (3, 0)), skips=((1, 2), (0, 3)), backout=2, rotary_base=256.0,
+        ),
+        loader=LoaderConfig(packing="documents", order="shuffle", max_document=256),
+        optim=replace(OPTIM, lr=0.002, embed=Part(lr=40.0), values=Part(lr=40.0), muon=MuonPart(lr=0.03, gates=True)),
+        schedule=ScheduleConfig(
+            steps=1600, extension=40, rows=4, length=256, warmup=0.0, cooldown=0.5, floor=0.1, window_ramp=(32, 64, 96),
+            window_extension=128, window_final=160, window_block=16, momentum_warmup=200, momentum_cooldown=50,
+        ),
+        validation=ValidationConfig(every=500, rows=32, length=256),
+    )  # fmt: skip
+
+
+def short() -> Recipe:
+    return Recipe(
+        name="normuon",
+        track="short",
+        about=ABOUT,
+        model=replace(
+            FORM, vocab=50304, layers=11, width=768, heads=6, long_layers=(3, 10), no_attention=(6,), value_tables=3,
+            value_layers=((0, 1), (1, 2), (8, 0), (9, 1), (10, 2)),
+            skips=((4, 5), (3, 6), (2, 7), (1, 8), (0, 9)), backout=7,
+            fp8_head=True, fp8_scales=(math.sqrt(768) / 448, 2.0**-9, 1 / 448),
+        ),
+        loader=LoaderConfig(packing="documents", order="sequential", max_document=2048, tail="discard"),
+        optim=OPTIM,
+        schedule=ScheduleConfig(
+            steps=2245, extension=40, rows=8, length=32768, warmup=0.0, cooldown=0.5, floor=0.1,
+            window_ramp=(3 * BLOCK, 7 * BLOCK, 11 * BLOCK), window_extension=13 * BLOCK, window_final=20 * BLOCK,
+            momentum_warmup=300, momentum_cooldown=50,
+        ),
+        validation=ValidationConfig(every=250, rows=1, length=262144),
+    )  # fmt: skip
+
+
+SIZES = {"pocket": pocket, "short": short}

@@ -1,0 +1,130 @@
+"""Every recipe of the lineage: it runs at a tiny size, its losses stay what they were, its numbers are the records'."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from speedrun.data.shards import TokenFolder
+from speedrun.model.gpt import count_parameters
+from speedrun.recipes import LINEAGE, get_recipe
+from speedrun.train.config import Recipe, recipe_from_dict, to_dict, with_fields
+from speedrun.train.device import choose
+from speedrun.train.loop import Options, Trainer
+from speedrun.train.progress import Report
+from speedrun.train.runlog import RunFolder, read_metrics
+
+GOLDEN = Path(__file__).parent / "golden.json"  # after a change that is meant to change losses, see `rewrite` below
+STEPS = 30
+
+
+def tiny(name: str) -> Recipe:
+    """The pocket recipe with narrow layers, short rows and 30 steps."""
+    recipe = get_recipe(name, "pocket")
+    changes = {
+        "model.width": 32,
+        "model.heads": 2,
+        "schedule.length": 32,
+        "schedule.rows": 2,
+        "validation.length": 32,
+        "validation.rows": 4,
+        "validation.every": 1000,
+        "validation.first": False,
+        "schedule.extension": 2 if recipe.schedule.extension else 0,
+    }
+    changes["schedule.steps"] = STEPS - int(changes["schedule.extension"])  # type: ignore[call-overload]
+    if recipe.schedule.momentum_warmup:
+        changes |= {
+            "schedule.momentum_warmup": 8,
+            "schedule.momentum_cooldown": min(4, recipe.schedule.momentum_cooldown),
+        }
+    if recipe.schedule.window_ramp:
+        changes |= {"schedule.window_ramp": (8, 16, 24), "schedule.window_block": 4, "schedule.window_extension": 28}
+        changes |= {"schedule.window_final": 32, "schedule.window_short": 0}
+    if recipe.schedule.window_cubic:
+        changes |= {"schedule.window_cubic": 32, "schedule.window_block": 8}
+    if recipe.schedule.batch_ramp:
+        changes["schedule.batch_ramp"] = (1, 2, 3)
+    if recipe.optim.snoo.k:
+        changes["optim.snoo.k"] = 6
+    return with_fields(recipe, changes)
+
+
+def train(name: str, tokens: TokenFolder, folder: Path) -> list[float]:
+    recipe = tiny(name)
+    run = RunFolder.create(folder, {"recipe": name}, console=lambda line: None)
+    options = Options(compile=False, final_checkpoint=False)
+    trainer = Trainer(
+        recipe, tokens, choose("cpu", "float32", 1), options, run, Report(recipe.schedule.total, quiet=True)
+    )
+    result = trainer.run()
+    assert result["status"] == "ok", result["reason"]
+    return [m["loss"] for m in read_metrics(folder, "train")] + [result["val_loss"]]
+
+
+@pytest.mark.parametrize("name", LINEAGE)
+def test_thirty_steps_have_the_losses_they_had(name: str, tokens: TokenFolder, tmp_path: Path) -> None:
+    found = train(name, tokens, tmp_path / "run")
+    assert len(found) == STEPS + 1
+    assert found[-1] < 0.9 * found[0], "it learns"
+    assert found == pytest.approx(json.loads(GOLDEN.read_text())[name], rel=1e-3)
+
+
+def rewrite(tokens: TokenFolder, folder: Path) -> None:
+    """Write the golden losses anew: call it by hand, and say in the commit why they changed."""
+    losses = {name: [round(x, 6) for x in train(name, tokens, folder / name)] for name in LINEAGE}
+    GOLDEN.write_text(json.dumps(losses, indent=1) + "\n")
+
+
+@pytest.mark.parametrize(("name", "track"), [(name, track) for name, sizes in LINEAGE.items() for track in sizes])
+def test_a_recipe_survives_its_run_json(name: str, track: str) -> None:
+    recipe = get_recipe(name, track)
+    assert (recipe.name, recipe.track) == (name, track)
+    assert recipe_from_dict(json.loads(json.dumps(to_dict(recipe)))) == recipe
+
+
+@pytest.mark.parametrize(
+    ("name", "track", "millions"),
+    [
+        ("gpt2", "short", 123.53),
+        ("orthogonal-nesterov", "short", 123.53),
+        ("muon", "short", 123.53),
+        ("interleaved", "short", 268.66),
+        ("medium", "medium", 613.4),
+    ],
+)
+def test_native_sizes(name: str, track: str, millions: float) -> None:
+    counts = count_parameters(get_recipe(name, track).model)
+    large = sum(n for kind, n in counts.items() if kind != "gates and scalars")
+    assert large / 1e6 == pytest.approx(millions, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("name", "track", "steps", "tokens"),
+    [
+        ("gpt2", "short", 9536, 5.0e9),
+        ("orthogonal-nesterov", "short", 7000, 3.67e9),
+        ("muon", "short", 6200, 3.25e9),
+        ("normuon", "short", 2285, 599e6),
+        ("interleaved", "short", 1840, 487.6e6),
+        ("medium", "medium", 4740, 2.177e9),
+        ("medium-before", "medium", 5535, 2.902e9),
+    ],
+)
+def test_native_steps_and_tokens(name: str, track: str, steps: int, tokens: float) -> None:
+    schedule = get_recipe(name, track).schedule
+    assert schedule.total == steps
+    assert schedule.tokens == pytest.approx(tokens, rel=2e-3)
+
+
+@pytest.mark.parametrize("name", ["interleaved", "medium", "normuon", "medium-before"])
+def test_at_pocket_depth_every_technique_keeps_a_place(name: str) -> None:
+    sizes = LINEAGE[name]
+    native = next(make() for track, make in sizes.items() if track != "pocket").model
+    pocket = sizes["pocket"]().model
+    for field in ("long_layers", "no_attention", "value_layers", "skips"):
+        assert bool(getattr(pocket, field)) == bool(getattr(native, field)) or field == "no_attention", field
+    for field in ("attention_gates", "value_gates", "key_offset", "smear", "smear_mtp", "skip_gates",
+                  "second_embedding", "split", "yarn", "softcap", "attention_lambdas", "value_lambdas"):  # fmt: skip
+        assert getattr(pocket, field) == getattr(native, field), field
+    assert pocket.backout >= 0
