@@ -615,3 +615,11 @@ def test_a_run_without_what_a_sample_needs_says_what_is_missing(speedrun: Speedr
     done = speedrun("sample", stopped)
     assert done.code == 2
     assert f"{stopped} has no checkpoint; train on with `speedrun train --resume {stopped}`" in done.said
+
+
+def test_the_schedules_of_a_recipe_are_drawn(speedrun: Speedrun) -> None:
+    done = speedrun("recipes", "show", "interleaved", "--plot", "picture.svg")
+    assert done.code == 0
+    assert "schedules drawn in picture.svg" in done.out
+    assert Path("picture.svg").read_text().startswith("<svg")
+    assert speedrun("recipes", "show", "adamw", "--plot", "/proc/no/picture.svg").code == 2

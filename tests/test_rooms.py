@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "sample": {"errors", "data", "model", "train"},
     "doctor": {"errors", "files", "data", "model", "tracks", "train"},
     "race": {"errors", "files", "tracks", "train", "recipes"},
+    "report": {"errors", "files", "tracks", "train", "race"},
 }
 
 

@@ -25,10 +25,13 @@ from speedrun.data import encode, pocket
 from speedrun.data.loader import LoaderConfig
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError, nearest
+from speedrun.files import explained as file_errors
+from speedrun.files import write_atomic
 from speedrun.model.gpt import GPTConfig, count_parameters
 from speedrun.optim.config import OptimConfig
 from speedrun.race import sweep as sweep_room
 from speedrun.recipes import DEFAULT, LINEAGE, get_recipe
+from speedrun.report.schedules import schedule_svg
 from speedrun.tracks import TRACKS, Track, get_track, own_track
 from speedrun.train import run as run_room
 from speedrun.train.config import Recipe, ValidationConfig, fields_of, meanings, recipe_from_dict
@@ -261,6 +264,8 @@ class Recipes:
     """Which recipe to show."""
     track: str = "pocket"
     """At the size of which track."""
+    plot: Annotated[Path | None, unset("FILE.svg")] = None
+    """Also draw the schedules over the steps into this file."""
 
 
 def recipes(args: Sequence[str]) -> int:
@@ -300,6 +305,10 @@ def recipes(args: Sequence[str]) -> int:
         if "." in name:
             table.add_row(name, f"{value:g}" if isinstance(value, float) else str(value), explained[name])
     say(table)
+    if given.plot is not None:
+        with file_errors(given.plot):
+            write_atomic(given.plot, schedule_svg(recipe).encode())
+        say(f"schedules drawn in {given.plot}")
     return 0
 
 

@@ -1,0 +1,1 @@
+"""Pictures and pages about runs and recipes."""

@@ -1,0 +1,126 @@
+"""A recipe's schedules over its steps, as one SVG picture.
+
+    speedrun recipes show interleaved --plot schedules.svg
+
+Drawn by hand, so that it needs no plotting library: one panel per quantity that changes, all over the same steps.
+"""
+
+from collections.abc import Callable, Sequence
+from xml.sax.saxutils import escape
+
+from speedrun.train.config import Recipe
+from speedrun.train.schedule import Stage
+
+WIDTH, PANEL, LEFT, RIGHT, TOP, GAP = 760, 96, 86, 20, 44, 34
+INK, GRID = "#2c3e50", "#d5d8dc"
+COLORS = ("#c0392b", "#2471a3", "#1e8449")
+
+Lines = Sequence[tuple[str, Sequence[float | None]]]  # a name and one value per step; None: nothing to draw
+
+
+def panels(recipe: Recipe) -> list[tuple[str, Lines]]:
+    """(title, lines) of everything that the schedule decides."""
+    schedule = recipe.schedule
+    stages = [schedule.at(s) for s in range(schedule.total)]
+
+    def over(value: Callable[[Stage], float | None]) -> list[float | None]:
+        return [value(stage) for stage in stages]
+
+    found: list[tuple[str, Lines]] = [
+        ("learning rate factor", [("", over(lambda s: s.lr))]),
+        ("tokens per step", [("", over(lambda s: s.tokens))]),
+    ]
+    if schedule.has_windows:
+        found.append(
+            (
+                "attention window, tokens",
+                [
+                    ("long", over(lambda s: s.windows.long if s.windows else None)),
+                    ("short", over(lambda s: s.windows.short if s.windows else None)),
+                ],
+            )
+        )
+    if stages[0].momentum is not None:
+        found.append(("Muon momentum", [("", over(lambda s: s.momentum))]))
+    if schedule.predict > 1:
+        names = ("next token", "second", "third")
+
+        def weight(k: int) -> list[float | None]:
+            return over(lambda s: s.predict[k] if k < len(s.predict) else None)
+
+        found.append(("loss weights", [(name, weight(k)) for k, name in enumerate(names)]))
+    if schedule.split_step is not None:
+        found.append(("head tied to the embedding", [("", over(lambda s: float(s.tied)))]))
+    return found
+
+
+def schedule_svg(recipe: Recipe) -> str:
+    """The whole picture."""
+    drawn = panels(recipe)
+    total = recipe.schedule.total
+    height = TOP + len(drawn) * (PANEL + GAP) + 16
+    title = f"{recipe.name} at {recipe.track} size: {total:,} steps"
+    if recipe.optim.every > 1:
+        title += f"; Adam steps once in {recipe.optim.every}"
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" '
+        'font-family="system-ui, sans-serif" font-size="11">',
+        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
+        text(LEFT, 22, title, size=14),
+    ]
+    for number, (title, lines) in enumerate(drawn):
+        top = TOP + number * (PANEL + GAP)
+        parts += panel(title, lines, top, total, recipe.schedule.steps)
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def panel(title: str, lines: Lines, top: int, total: int, scheduled: int) -> list[str]:
+    values = [v for _, line in lines for v in line if v is not None]
+    low, high = min(0.0, *values), max(values)
+    if title == "Muon momentum":  # its whole range is a tenth; from zero it would look flat
+        low = min(values) - 0.01
+    high = high if high > low else low + 1.0
+
+    def x(step: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * step / max(1, total - 1)
+
+    def y(value: float) -> float:
+        return top + PANEL - PANEL * (value - low) / (high - low)
+
+    parts = [text(LEFT, top - 6, title)]
+    for value in (low, high):
+        parts.append(
+            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}" stroke="{GRID}"/>'
+        )
+        parts.append(text(LEFT - 6, y(value) + 4, f"{value:g}", anchor="end"))
+    room = 60 * total / (WIDTH - LEFT - RIGHT)  # steps that a label covers
+    for step in (0, total - 1) if total - scheduled < room else (0, scheduled, total - 1):
+        parts.append(text(x(step), top + PANEL + 13, f"{step:,}", anchor="middle", color="#7f8c8d"))
+    for k, (name, line) in enumerate(lines):
+        color = COLORS[k % len(COLORS)]
+        parts.append(f'<path d="{steps_path(line, x, y)}" fill="none" stroke="{color}" stroke-width="1.6"/>')
+        if name:
+            parts.append(text(WIDTH - RIGHT - 76 * (len(lines) - k) + 10, top - 6, name, color=color))
+    return parts
+
+
+def steps_path(line: Sequence[float | None], x: Callable[[float], float], y: Callable[[float], float]) -> str:
+    """Straight between steps; a value that stays is one segment, whatever the number of steps."""
+    commands: list[str] = []
+    pen = False
+    for step, value in enumerate(line):
+        if value is None:
+            pen = False
+            continue
+        inside = 0 < step < len(line) - 1
+        if pen and inside and line[step - 1] == value == line[step + 1]:
+            continue
+        commands.append(f"{'L' if pen else 'M'}{x(step):.1f} {y(value):.1f}")
+        pen = True
+    return " ".join(commands)
+
+
+def text(x: float, y: float, words: str, *, size: int = 11, anchor: str = "start", color: str = INK) -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{color}">{escape(words)}</text>'
+    )
