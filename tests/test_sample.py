@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from speedrun.data.tokenizer import Tokenizer
 from speedrun.errors import UserError
-from speedrun.model.gpt import GPT, GPTConfig, Windows
+from speedrun.model.gpt import GPT, Cache, GPTConfig, Windows
 from speedrun.sample import generate, pick, sample_text
 
 VOCAB = 50
@@ -121,3 +121,16 @@ def test_the_text_begins_with_the_prompt() -> None:
 def test_impossible_wishes_are_refused(wrong: dict[str, float], words: str) -> None:
     with pytest.raises(UserError, match=words):
         list(generate(model_with(16), [1], **{"tokens": 5, **wrong}))  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def test_sampling_sees_the_windows_and_positions_of_the_end_of_training() -> None:
+    form = {"rotary": "half", "rotary_base": 100.0, "yarn": True, "long_layers": (1,), "attention_scale": 0.1}
+    model = model_with(64, **form)
+    ids = torch.arange(30)[None] % VOCAB
+    plain = model.logits(ids, Cache(window=64))
+    model.as_trained(Windows(2, 4), (2, 4), tied=False)
+    windowed = model.logits(ids, Cache(window=64))
+    assert not torch.allclose(plain, windowed)
+    features = model.features(ids, windows=Windows(2, 4))[0, -1]
+    torch.testing.assert_close(windowed[0], F.linear(features, model.head_weight(tied=False)))

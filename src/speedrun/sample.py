@@ -38,6 +38,8 @@ def load_model(run: Path, device: torch.device) -> tuple[GPT, Tokenizer, checkpo
         raise UserError(
             f"{saved.path} does not fit the model that {run / 'run.json'} describes; mend that file."
         ) from e
+    stage = recipe.schedule.after(saved.step)
+    model.as_trained(stage.windows, stage.windows_so_far, stage.tied)
     return model.to(device), Tokenizer.load(run / "tokenizer.json"), saved
 
 

@@ -218,6 +218,8 @@ class GPT(nn.Module):
         self.register_buffer("sin", torch.empty(0), persistent=False)
         self.windows_so_far: tuple[int, ...] = ()
         self.score_scale: float | None = None
+        self.sampling_windows: Windows | None = None
+        self.sampling_tied = False
         self.grow(context)
         self.reset_parameters()
 
@@ -410,15 +412,20 @@ class GPT(nn.Module):
         """What the head reads, (B, T, D)."""
         return self.trunk(ids_BT, self.place(0, ids_BT.shape[1], documents_BT, windows))
 
-    def logits(self, ids_BT: Tensor, cache: Cache, windows: Windows | None = None, tied: bool = False) -> Tensor:
+    def as_trained(self, windows: Windows | None, windows_so_far: tuple[int, ...], tied: bool) -> None:
+        """Make `logits` see what training saw last."""
+        self.stretch(windows_so_far)
+        self.sampling_windows, self.sampling_tied = windows, tied
+
+    def logits(self, ids_BT: Tensor, cache: Cache) -> Tensor:
         """Float32 logits of the last position, (B, V). Once the cache has begun, it takes one new token at a time."""
         T = ids_BT.shape[1]
         if cache.position and T != 1:
             raise ValueError(f"a cache that has begun takes one new token at a time, not {T}")
-        at = self.place(cache.position, T, None, windows)
+        at = self.place(cache.position, T, None, self.sampling_windows)
         x_BD = self.trunk(ids_BT, at, cache)[:, -1]
         cache.position += T
-        return logits_of(x_BD, self.head_weight(tied), self.config)
+        return logits_of(x_BD, self.head_weight(self.sampling_tied), self.config)
 
 
 def flops_per_token(config: GPTConfig, length: int, windows: Windows | None = None) -> float:
