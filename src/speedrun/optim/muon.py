@@ -27,7 +27,7 @@ MomentumForm = Literal["ema", "classical"]
 Matrix = Literal["flatten", "batch"]
 Blocks = int | tuple[int, int]
 
-CHUNK_BYTES = 128 * 2**20  # of one stack in float32: bounds the memory a step needs beside the state
+CHUNK_BYTES = 16 * 2**20  # of one stack in float32: bounds the memory of a step, and larger ones were slower
 
 
 def scale_of(rule: str, rows: int, cols: int) -> float:
