@@ -50,6 +50,7 @@ _CLASSIC = (15 / 8, -10 / 8, 3 / 8)  # converges to 1 exactly, slowly: used when
 # Above this ratio of the sides, iterating on the s x s Gram matrix needs fewer FLOPs than on the matrix itself: with
 # five iterations 2 r + 17 against 10 r + 5 products of s^3.
 _GRAM_RATIO = 1.5
+_GRAM_STEPS = 5
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
@@ -103,8 +104,10 @@ def orthogonalize_stack(
     # The scale is taken out in at least float32: in half precision squares overflow, and 1e30 squared does anywhere.
     x_Nmn = _unit_norm(g_Nmn.to(torch.promote_types(dtype, torch.float32)), margin).to(dtype)
     m, n = x_Nmn.shape[-2:]
-    # The Gram matrix squares the condition number, which half precision cannot afford.
-    if max(m, n) > _GRAM_RATIO * min(m, n) and dtype in (torch.float32, torch.float64):
+    # The Gram matrix squares the condition number, which half precision cannot afford; and each iteration magnifies its
+    # rounding errors, which after eight or more of them swamp the result for a rank-deficient matrix.
+    fits = dtype in (torch.float32, torch.float64) and steps <= _GRAM_STEPS
+    if fits and max(m, n) > _GRAM_RATIO * min(m, n):
         return iterate_gram(x_Nmn, triples)
     return iterate_direct(x_Nmn, triples)
 

@@ -160,5 +160,6 @@ def compiled(model: nn.Module, wanted: bool, device: torch.device) -> tuple[Loss
     problem = compiler_problem()
     if problem:
         return model, problem
+    torch._dynamo.config.recompile_limit = 64  # one graph for every stage of a schedule; all are made in the warm-up
     call: Any = torch.compile(model, dynamic=False, fullgraph=True)
     return call, None
