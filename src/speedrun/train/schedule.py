@@ -156,10 +156,6 @@ class ScheduleConfig:
         return bool(self.window_ramp or self.window_cubic)
 
     @property
-    def most_rows(self) -> int:
-        return max(self.batch_ramp, default=self.rows)
-
-    @property
     def split_step(self) -> int | None:
         """The step at whose end the head splits off; odd, so that an Adam that steps every second time has stepped."""
         return math.ceil(self.split * self.steps) | 1 if self.split else None
