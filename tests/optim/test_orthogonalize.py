@@ -1,6 +1,7 @@
 """The orthogonalisers: against float64 formulas, over scales, shapes, ranks, and where LAPACK fails."""
 
 import re
+import sys
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from hypothesis import strategies as st
 from speedrun.optim.orthogonalize import (
     NEWTON_SCHULZ_PER_STEP,
     POLAR_EXPRESS,
+    complete_squares,
     fast_dtype,
     iterate_direct,
     iterate_gram,
+    iterate_plain,
     orthogonalize,
 )
 from tests.optim import reference
@@ -108,11 +111,23 @@ def test_coefficients_of_ones_own(shape) -> None:
         )
 
 
+@pytest.mark.parametrize("triples", [POLAR_EXPRESS, NEWTON_SCHULZ_PER_STEP], ids=["polar-express", "per-step"])
 @pytest.mark.parametrize("shape", [(4, 24, 96), (4, 96, 24), (2, 48, 48)])
-def test_the_gram_route_is_the_direct_route(shape) -> None:
+def test_completed_squares_and_the_gram_route_are_the_plain_polynomial(shape, triples) -> None:
     x = matrices(1, *shape)
     x /= x.norm(dim=(-2, -1), keepdim=True) * 1.02
-    torch.testing.assert_close(iterate_gram(x, POLAR_EXPRESS), iterate_direct(x, POLAR_EXPRESS), atol=5e-4, rtol=0)
+    plain = iterate_plain(x.double(), triples).float()
+    first, shifts = complete_squares(triples)
+    torch.testing.assert_close(iterate_direct(x * first, shifts), plain, atol=5e-6, rtol=0)
+    torch.testing.assert_close(iterate_gram(x * first, shifts), plain, atol=5e-4, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [(2, 9, 30), (2, 30, 9), (3, 17, 17)])
+def test_mirrored_quarters_are_the_computed_ones(shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    g = matrices(2, *shape)
+    whole = orthogonalize(g)
+    monkeypatch.setattr(sys.modules["speedrun.optim.orthogonalize"], "_QUARTER_SIDE", 4)
+    torch.testing.assert_close(orthogonalize(g), whole, atol=1e-5, rtol=0)
 
 
 def test_svd_falls_back_when_lapack_does_not_converge(monkeypatch: pytest.MonkeyPatch) -> None:

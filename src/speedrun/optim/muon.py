@@ -172,8 +172,10 @@ class Muon(SpeedrunOptimizer):
             buckets[self._bucket_key(w, grid)].append((w, grid))
         for members in buckets.values():
             chunk: list[tuple[Work, Grid]] = []
+            grid = members[0][1]
+            limit = CHUNK_BYTES // (4 * grid.rows * grid.cols) // 2 * 2  # an even number keeps pairs of cores busy
             for member in members:
-                if chunk and 4 * sum(w.param.numel() for w, _ in [*chunk, member]) > CHUNK_BYTES:
+                if chunk and sum(g.count for _, g in [*chunk, member]) > limit:
                     yield chunk
                     chunk = []
                 chunk.append(member)
@@ -208,9 +210,9 @@ class Muon(SpeedrunOptimizer):
         if not w.group["nesterov"]:
             part.copy_(grid.cut(m))
         elif w.group["momentum_form"] == "ema":
-            part.copy_(grid.cut(g)).lerp_(grid.cut(m), mu)
+            torch.lerp(grid.cut(g), grid.cut(m), mu, out=part)
         else:
-            part.copy_(grid.cut(g)).add_(grid.cut(m), alpha=mu)
+            torch.add(grid.cut(g), grid.cut(m), alpha=mu, out=part)
 
     def _normalize(self, bucket: list[tuple[Work, Grid]], out_Nrc: Tensor, finite: float | Tensor) -> Tensor:
         return out_Nrc

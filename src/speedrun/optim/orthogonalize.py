@@ -51,6 +51,7 @@ _CLASSIC = (15 / 8, -10 / 8, 3 / 8)  # converges to 1 exactly, slowly: used when
 # five iterations 2 r + 17 against 10 r + 5 products of s^3.
 _GRAM_RATIO = 1.5
 _GRAM_STEPS = 5
+_QUARTER_SIDE = 512  # from here on a mirrored quarter is cheaper than a computed one; measured on a CPU
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
@@ -101,26 +102,30 @@ def orthogonalize_stack(
     default, margin = _DEFAULTS[method]
     triples = list(default if coefficients is None else coefficients)[:steps]
     triples += triples[-1:] * (steps - len(triples))
+    # Half precision has no bits to spare for completed squares.
+    square = dtype in (torch.float32, torch.float64) and all(c > 0 for _, _, c in triples)
+    first, shifts = complete_squares(triples) if square else (1.0, [])
     # The scale is taken out in at least float32: in half precision squares overflow, and 1e30 squared does anywhere.
-    x_Nmn = _unit_norm(g_Nmn.to(torch.promote_types(dtype, torch.float32)), margin).to(dtype)
+    x_Nmn = _unit_norm(g_Nmn.to(torch.promote_types(dtype, torch.float32)), margin / first).to(dtype)
+    if not square:
+        return iterate_plain(x_Nmn, triples)
     m, n = x_Nmn.shape[-2:]
-    # The Gram matrix squares the condition number, which half precision cannot afford; and each iteration magnifies its
-    # rounding errors, which after eight or more of them swamp the result for a rank-deficient matrix.
-    fits = dtype in (torch.float32, torch.float64) and steps <= _GRAM_STEPS
-    if fits and max(m, n) > _GRAM_RATIO * min(m, n):
-        return iterate_gram(x_Nmn, triples)
-    return iterate_direct(x_Nmn, triples)
+    # Each iteration on the Gram matrix magnifies its rounding errors, which after eight or more of them swamp the
+    # result for a rank-deficient matrix.
+    if steps <= _GRAM_STEPS and max(m, n) > _GRAM_RATIO * min(m, n):
+        return iterate_gram(x_Nmn, shifts)
+    return iterate_direct(x_Nmn, shifts)
 
 
 def _unit_norm(x_Nmn: Tensor, margin: float) -> Tensor:
     """Each matrix over (its Frobenius norm * margin), without overflow or underflow on the way. Zeros stay zeros."""
-    largest_N11 = torch.linalg.vector_norm(x_Nmn, torch.inf, dim=(-2, -1), keepdim=True)
-    x_Nmn = x_Nmn / torch.where(largest_N11 > 0, largest_N11, 1)
+    sum_N11 = torch.linalg.vector_norm(x_Nmn, 1, dim=(-2, -1), keepdim=True)
+    x_Nmn = x_Nmn / torch.where(sum_N11 > 0, sum_N11 / x_Nmn[0].numel(), 1)
     norm_N11 = torch.linalg.vector_norm(x_Nmn, dim=(-2, -1), keepdim=True)  # at least 1, unless the matrix is zero
-    return x_Nmn.div_(norm_N11.clamp_(min=1).mul_(margin))
+    return x_Nmn.mul_(norm_N11.clamp_(min=1).mul_(margin).reciprocal_())
 
 
-def iterate_direct(x_Nmn: Tensor, triples: Coefficients) -> Tensor:
+def iterate_plain(x_Nmn: Tensor, triples: Coefficients) -> Tensor:
     """X <- a X + (b S + c S^2) X with S = X X^T, or the mirror image for tall matrices: three products an iteration."""
     tall = x_Nmn.shape[-2] > x_Nmn.shape[-1]
     for a, b, c in triples:
@@ -130,23 +135,74 @@ def iterate_direct(x_Nmn: Tensor, triples: Coefficients) -> Tensor:
     return x_Nmn
 
 
-def iterate_gram(x_Nmn: Tensor, triples: Coefficients) -> Tensor:
-    """The same polynomial, with all iterations on S = X X^T and one product with X at the end.
+Shifts = list[tuple[float, float]]
 
-    One iteration multiplies X by P = a I + b S + c S^2. P and S commute, so S becomes P S P, and the product of all P
-    is applied to X once.
+
+def complete_squares(triples: Coefficients) -> tuple[float, Shifts]:
+    """The same polynomials as (S + beta I)^2 + gamma I: products and two changes of a diagonal, no sums of matrices.
+
+    With t X in place of X the polynomial becomes r (a + b S + c S^2), where r = t^4 / c makes the coefficient of the
+    square 1; the next X comes out as r t times what it was. Going backwards from 1, every t follows, and the first one
+    is all that has to be multiplied.
+    """
+    t, shifts = 1.0, []
+    for a, b, c in reversed(triples):
+        t = (c * t) ** 0.2
+        r = t**4 / c
+        beta = r * b / (2 * t * t)
+        shifts.append((beta, r * a - beta * beta))
+    return t, shifts[::-1]
+
+
+def iterate_direct(x_Nmn: Tensor, shifts: Shifts) -> Tensor:
+    """What `iterate_plain` does, from an X that has been multiplied by the first factor of `complete_squares`."""
+    tall = x_Nmn.shape[-2] > x_Nmn.shape[-1]
+    for beta, gamma in shifts:
+        s_Nss = x_Nmn.mT @ x_Nmn if tall else x_Nmn @ x_Nmn.mT
+        _diagonal(s_Nss).add_(beta)
+        p_Nss = s_Nss @ s_Nss
+        _diagonal(p_Nss).add_(gamma)
+        x_Nmn = x_Nmn @ p_Nss if tall else p_Nss @ x_Nmn
+    return x_Nmn
+
+
+def iterate_gram(x_Nmn: Tensor, shifts: Shifts) -> Tensor:
+    """The same, with all iterations on S = X X^T and one product with X at the end.
+
+    One iteration multiplies X by P = (S + beta I)^2 + gamma I. P and S commute, so S becomes P S P, and the product of
+    all P is applied to X once. All of these are symmetric.
     """
     tall = x_Nmn.shape[-2] > x_Nmn.shape[-1]
-    s_Nss = x_Nmn.mT @ x_Nmn if tall else x_Nmn @ x_Nmn.mT
+    s_Nss = _symmetric(x_Nmn.mT, x_Nmn) if tall else _symmetric(x_Nmn, x_Nmn.mT)
     product_Nss: Tensor | None = None
-    for k, (a, b, c) in enumerate(triples):
-        p_Nss = torch.baddbmm(s_Nss, s_Nss, s_Nss, beta=b, alpha=c)
-        p_Nss.diagonal(dim1=-2, dim2=-1).add_(a)
-        product_Nss = p_Nss if product_Nss is None else product_Nss @ p_Nss
-        if k + 1 < len(triples):
-            s_Nss = p_Nss @ (s_Nss @ p_Nss)
+    for k, (beta, gamma) in enumerate(shifts):
+        diagonal_Ns = _diagonal(s_Nss).clone()
+        _diagonal(s_Nss).add_(beta)
+        p_Nss = _symmetric(s_Nss, s_Nss)
+        _diagonal(p_Nss).add_(gamma)
+        _diagonal(s_Nss).copy_(diagonal_Ns)
+        product_Nss = p_Nss if product_Nss is None else _symmetric(product_Nss, p_Nss)
+        if k + 1 < len(shifts):
+            s_Nss = _symmetric(p_Nss, _symmetric(s_Nss, p_Nss))
     assert product_Nss is not None
     return x_Nmn @ product_Nss if tall else product_Nss @ x_Nmn
+
+
+def _diagonal(x_Nss: Tensor) -> Tensor:
+    return x_Nss.diagonal(dim1=-2, dim2=-1)
+
+
+def _symmetric(a_Nsk: Tensor, b_Nks: Tensor) -> Tensor:
+    """A product that is known to be symmetric: of a large one on a CPU, one quarter is copied instead of computed."""
+    s = a_Nsk.shape[-2]
+    if s < _QUARTER_SIDE or a_Nsk.device.type != "cpu":
+        return a_Nsk @ b_Nks
+    half = s // 2
+    out_Nss = a_Nsk.new_empty(len(a_Nsk), s, s)
+    out_Nss[:, half:] = a_Nsk[:, half:] @ b_Nks
+    out_Nss[:, :half, :half] = a_Nsk[:, :half] @ b_Nks[:, :, :half]
+    out_Nss[:, :half, half:] = out_Nss[:, half:, :half].mT
+    return out_Nss
 
 
 def _by_svd(g_Nmn: Tensor) -> Tensor:
@@ -165,4 +221,4 @@ def _by_svd(g_Nmn: Tensor) -> Tensor:
 def _converged(x_Nmn: Tensor) -> Tensor:
     """What SVD gives, without LAPACK: Polar Express, then an iteration whose only limit is 1, in float64."""
     triples = [*POLAR_EXPRESS, *[POLAR_EXPRESS[-1]] * 10, *[_CLASSIC] * 10]
-    return iterate_direct(_unit_norm(x_Nmn.double(), 1.02), triples).to(x_Nmn.dtype)
+    return iterate_plain(_unit_norm(x_Nmn.double(), 1.02), triples).to(x_Nmn.dtype)
