@@ -1,0 +1,185 @@
+"""Race the recipes of the lineage on the pocket track, and write docs/lineage.md's table and picture.
+
+    python scripts/lineage.py run --seeds 3                 # every recipe, interleaved; continues where it was stopped
+    python scripts/lineage.py run --only bf16 --seeds 8     # one of the questions below instead
+    python scripts/lineage.py table                         # from docs/sweeps/lineage.jsonl, in Markdown
+    python scripts/lineage.py plot
+
+Every run is a process of its own. Seeds follow each other, and the order of the entrants turns round with each seed, so
+that a machine that grows slower or faster favours nobody. Seeds begin at 1000: none of them was used in tuning.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from scipy import stats
+
+from speedrun.report.schedules import GRID, INK, text
+from speedrun.tracks import POCKET_TARGET
+from speedrun.train.runlog import read_result
+
+DOCS = Path(__file__).parents[1] / "docs"
+ROWS = DOCS / "sweeps" / "lineage.jsonl"
+FIRST_SEED = 1000
+
+
+@dataclass(frozen=True)
+class Entrant:
+    name: str
+    recipe: str
+    changes: tuple[str, ...] = ()
+
+
+LINEAGE = [
+    Entrant(name, name)
+    for name in ("adamw", "orthogonal-nesterov", "muon", "normuon", "interleaved", "medium-before", "medium")
+]
+QUESTIONS = {
+    "lineage": LINEAGE,
+    "bf16": [
+        Entrant("with the remainder", "interleaved"),
+        Entrant("without it", "interleaved", ("--optim.weights", "bf16")),
+    ],
+    "beta1": [
+        Entrant("beta1 0.5", "interleaved"),
+        Entrant("beta1 0.9", "interleaved", ("--optim.embed.beta1", "0.9", "--optim.head.beta1", "0.9")),
+        Entrant("beta1 by frequency", "interleaved", ("--optim.row-beta1", "True")),
+    ],
+}
+
+
+def run(question: str, seeds: int, rows_file: Path) -> None:
+    entrants = QUESTIONS[question]
+    done = {(r["question"], r["name"], r["seed"]) for r in read(rows_file)}
+    for seed in range(FIRST_SEED, FIRST_SEED + seeds):
+        for entrant in entrants if seed % 2 == 0 else reversed(entrants):
+            if (question, entrant.name, seed) not in done:
+                row = {"question": question, "name": entrant.name, "seed": seed, **once(entrant, seed)}
+                with open(rows_file, "a") as f:
+                    f.write(json.dumps(row) + "\n")
+                print(f"{entrant.name:22} seed {seed}  loss {row['loss']:.4f}  {row['seconds']:.1f} s", flush=True)
+
+
+def once(entrant: Entrant, seed: int) -> dict[str, float]:
+    """One timed run without validations on the way."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "speedrun", "train", "--recipe", entrant.recipe, "--seed", str(seed)]
+        command += ["--out", f"{folder}/run", "--checkpoint-every", "0", "--save", "False", "--sample", "False"]
+        command += ["--validation.first", "False", "--validation.every", "1000000", *entrant.changes]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode not in (0, 1):
+            sys.exit(f"{entrant.name} with seed {seed} failed:\n{done.stderr}")
+        result = read_result(Path(folder) / "run")
+    return {
+        "loss": result["val_loss"],
+        "seconds": result["train_time"],
+        "tokens": result["tokens"],
+        "steps": result["steps"],
+    }
+
+
+def read(rows_file: Path) -> list[dict]:
+    return [json.loads(line) for line in rows_file.read_text().splitlines()] if rows_file.exists() else []
+
+
+def of(rows: list[dict], question: str, name: str, field: str) -> list[float]:
+    return [r[field] for r in sorted(rows, key=lambda r: r["seed"]) if (r["question"], r["name"]) == (question, name)]
+
+
+def table(question: str, rows: list[dict]) -> str:
+    """Markdown: every entrant against the first, time ratios paired by seed with a 95 % interval."""
+    first = QUESTIONS[question][0].name
+    base_tokens = of(rows, question, first, "tokens")
+    lines = [
+        f"| recipe | runs | tokens | of {first}'s | seconds | of {first}'s (95 % interval) | validation loss | p |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for entrant in QUESTIONS[question]:
+        losses, seconds, tokens = (of(rows, question, entrant.name, f) for f in ("loss", "seconds", "tokens"))
+        if len(losses) < 2:
+            continue
+        pairs = [a / b for a, b in zip(seconds, of(rows, question, first, "seconds"), strict=False)]
+        spread = ""
+        if entrant.name != first:
+            low, high = stats.t.interval(0.95, len(pairs) - 1, statistics.mean(pairs), stats.sem(pairs))
+            spread = f" ({100 * low:.0f} to {100 * high:.0f})"
+        p = stats.ttest_1samp(losses, POCKET_TARGET, alternative="less").pvalue
+        lines.append(
+            f"| `{entrant.name}` | {len(losses)} | {tokens[0] / 1e6:.2f} M "
+            f"| {100 * tokens[0] / base_tokens[0]:.0f} % | "
+            f"{statistics.mean(seconds):.1f} | {100 * statistics.mean(pairs):.0f} %{spread} | "
+            f"{statistics.mean(losses):.4f} ± {statistics.stdev(losses):.4f} | {p:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+def differences(question: str, rows: list[dict]) -> str:
+    """Each entrant's loss minus the first one's, paired by seed: mean, 95 % interval, two-sided p."""
+    first, *others = QUESTIONS[question]
+    lines = ["| | runs | validation loss | difference (95 % interval) | p |", "|---|---|---|---|---|"]
+    base = of(rows, question, first.name, "loss")
+    lines.append(f"| {first.name} | {len(base)} | {statistics.mean(base):.4f} ± {statistics.stdev(base):.4f} | | |")
+    for entrant in others:
+        losses = of(rows, question, entrant.name, "loss")
+        gaps = [a - b for a, b in zip(losses, base, strict=True)]
+        low, high = stats.t.interval(0.95, len(gaps) - 1, statistics.mean(gaps), stats.sem(gaps))
+        p = stats.ttest_rel(losses, base).pvalue
+        lines.append(
+            f"| {entrant.name} | {len(losses)} | {statistics.mean(losses):.4f} ± {statistics.stdev(losses):.4f} | "
+            f"{statistics.mean(gaps):+.4f} ({low:+.4f} to {high:+.4f}) | {p:.2g} |"
+        )
+    return "\n".join(lines)
+
+
+def plot(rows: list[dict]) -> str:
+    """Seconds of every run, one row per recipe, as SVG."""
+    names = [e.name for e in LINEAGE if of(rows, "lineage", e.name, "seconds")]
+    width, left, right, top, line = 720, 150, 90, 48, 30
+    height = top + line * len(names) + 36
+    longest = max(max(of(rows, "lineage", name, "seconds")) for name in names)
+
+    def x(seconds: float) -> float:
+        return left + (width - left - right) * seconds / longest
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        'font-family="system-ui, sans-serif">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        text(left, 24, f"Seconds of training to a validation loss of {POCKET_TARGET}, pocket track", size=14),
+    ]
+    for mark in range(0, int(longest) + 1, 25):
+        parts.append(f'<line x1="{x(mark):.1f}" x2="{x(mark):.1f}" y1="{top - 8}" y2="{height - 30}" stroke="{GRID}"/>')
+        parts.append(text(x(mark), height - 14, str(mark), anchor="middle"))
+    for k, name in enumerate(names):
+        seconds, tokens = of(rows, "lineage", name, "seconds"), of(rows, "lineage", name, "tokens")[0]
+        mean, y = statistics.mean(seconds), top + line * k
+        parts.append(f'<rect x="{left}" y="{y}" width="{x(mean) - left:.1f}" height="{line - 12}" fill="#7fb3d5"/>')
+        parts += [f'<circle cx="{x(s):.1f}" cy="{y + line / 2 - 6:.1f}" r="3" fill="{INK}"/>' for s in seconds]
+        parts.append(text(left - 8, y + 13, name, anchor="end"))
+        parts.append(text(x(max(seconds)) + 8, y + 13, f"{mean:.0f} s, {tokens / 1e6:.2f} M"))
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=["run", "table", "plot"])
+    parser.add_argument("--only", choices=list(QUESTIONS), default="lineage", help="which comparison")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rows", type=Path, default=ROWS, help="where results are kept")
+    args = parser.parse_args()
+    if args.action == "run":
+        run(args.only, args.seeds, args.rows)
+    elif args.action == "table":
+        print((table if args.only == "lineage" else differences)(args.only, read(args.rows)))
+    else:
+        (DOCS / "images" / "lineage.svg").write_text(plot(read(args.rows)))
+
+
+if __name__ == "__main__":
+    main()
