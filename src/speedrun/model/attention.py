@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MIN_BLOCK = 32  # shorter blocks cost more in small matrix products than they save
+DENSE_LENGTH = 256  # up to here a window saves too little to be worth compiled code of its own
 
 
 def describe_backend(device: torch.device) -> tuple[str, str]:
@@ -21,13 +22,18 @@ def describe_backend(device: torch.device) -> tuple[str, str]:
     return "sdpa", f"the only backend with a backward pass on {device.type}; short windows block by block"
 
 
-def visible(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
+def window_is_data(device: torch.device, length: int) -> bool:
+    """Whether windows are best passed as tensors: in short rows on a CPU one compiled graph then serves all of them."""
+    return device.type == "cpu" and length <= DENSE_LENGTH
+
+
+def visible(query_positions: Tensor, key_positions: Tensor, window: int | Tensor | None) -> Tensor:
     """(..., T, S) bool: True where a query may look at a key: not ahead, at most `window` tokens back."""
     back = query_positions[..., :, None] - key_positions[..., None, :]
     return back >= 0 if window is None else (back >= 0) & (back <= window)
 
 
-def document_mask(documents_BT: Tensor, window: int | None = None) -> Tensor:
+def document_mask(documents_BT: Tensor, window: int | Tensor | None = None) -> Tensor:
     """(B, 1, T, T) bool: True where query t may look at key s, i.e. s <= t in the same document and window."""
     t = torch.arange(documents_BT.shape[1], device=documents_BT.device)
     same = documents_BT[:, :, None] == documents_BT[:, None, :]
@@ -40,17 +46,17 @@ def attend(
     v_BTHK: Tensor,
     *,
     documents_BT: Tensor | None = None,
-    window: int | None = None,
+    window: int | Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Causal attention over heads, (B, T, H, K)."""
+    """Causal attention over heads, (B, T, H, K). A window that is a tensor is one that the code must not depend on."""
     T = q_BTHK.shape[1]
-    if window is not None and 2 * max(window, MIN_BLOCK) < T:
+    if isinstance(window, int) and 2 * max(window, MIN_BLOCK) < T:
         return attend_locally(q_BTHK, k_BTHK, v_BTHK, documents_BT=documents_BT, window=window, scale=scale)
     mask = None
     if documents_BT is not None:
         mask = document_mask(documents_BT, window)
-    elif window is not None and window < T - 1:
+    elif isinstance(window, Tensor) or (window is not None and window < T - 1):
         t = torch.arange(T, device=q_BTHK.device)
         mask = visible(t, t, window)[None, None]
     return attend_masked(q_BTHK, k_BTHK, v_BTHK, mask=mask, causal=mask is None, scale=scale)
@@ -113,7 +119,7 @@ def reference_attend(
     v_BTHK: Tensor,
     *,
     documents_BT: Tensor | None = None,
-    window: int | None = None,
+    window: int | Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
     """The definition, one score matrix at a time, in float64."""

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speedrun.model.attention import attend, attend_masked, visible
+from speedrun.model.attention import attend, attend_masked, visible, window_is_data
 from speedrun.model.config import GPTConfig
 from speedrun.model.embeddings import lookup
 from speedrun.model.head import cross_entropy_sum, logits_of, multi_token_sum
@@ -27,6 +27,19 @@ class Windows(NamedTuple):
 
     short: int
     long: int
+
+    def for_rows(self, length: int, device: torch.device) -> "Windows | WindowData":
+        """The same, as tensors where that spares compiling for each of them."""
+        if not window_is_data(device, length):
+            return self
+        return WindowData(torch.tensor(self.short), torch.tensor(self.long))
+
+
+class WindowData(NamedTuple):
+    """Windows that compiled code does not depend on."""
+
+    short: Tensor
+    long: Tensor
 
 
 @dataclass
@@ -73,7 +86,7 @@ class Place(NamedTuple):
     scale: float | None
     documents_BT: Tensor | None
     follows_BT: Tensor | None  # True where a position may mix in the one before; None: everywhere but at 0
-    windows: Windows | None
+    windows: Windows | WindowData | None
 
 
 def norm(x: Tensor, eps: float) -> Tensor:
@@ -150,13 +163,20 @@ class Attention(nn.Module):
         return torch.cat([parts[0][0], parts[1][1], parts[0][2], parts[1][3]], dim=-1)
 
     def attend_cached(
-        self, q: Tensor, k: Tensor, v: Tensor, raw_k: Tensor, window: int | None, scale: float | None, cache: Cache
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        raw_k: Tensor,
+        window: int | Tensor | None,
+        scale: float | None,
+        cache: Cache,
     ) -> Tensor:
         past = cache.layers.get(self.layer)
         if past is not None:
             k, v = torch.cat([past.keys, k], 1), torch.cat([past.values, v], 1)
         T, S = q.shape[1], k.shape[1]
-        back = cache.window - 1 if window is None else min(window, cache.window - 1)
+        back = cache.window - 1 if window is None else min(int(window), cache.window - 1)
         device = q.device
         mask = visible(torch.arange(S - T, S, device=device), torch.arange(S, device=device), back)[None, None]
         y = attend_masked(q, k, v, mask=mask, causal=False, scale=scale)
@@ -217,7 +237,6 @@ class GPT(nn.Module):
         self.register_buffer("cos", torch.empty(0), persistent=False)
         self.register_buffer("sin", torch.empty(0), persistent=False)
         self.windows_so_far: tuple[int, ...] = ()
-        self.score_scale: float | None = None
         self.sampling_windows: Windows | None = None
         self.sampling_tied = False
         self.grow(context)
@@ -269,15 +288,13 @@ class GPT(nn.Module):
     def _positions(self, length: int) -> None:
         c = self.config
         frequency, factor = stretched(frequencies(c.head_width, c.rotary_base, c.rotary), self.windows_so_far)
-        cos, sin = rotary_tables(length, frequency)
+        cos, sin = (table * math.sqrt(factor) for table in rotary_tables(length, frequency))  # in queries and in keys
         device = self.embed.device
         if self.cos.shape == cos.shape:  # in place: a compiled graph holds on to the buffers
             self.cos.copy_(cos)
             self.sin.copy_(sin)
         else:
             self.cos, self.sin = cos.to(device), sin.to(device)
-        base = c.attention_scale or (1 / math.sqrt(c.head_width) if factor != 1 else None)
-        self.score_scale = None if base is None else base * factor
 
     # ------------------------------------------------------------------ forward
 
@@ -379,19 +396,19 @@ class GPT(nn.Module):
             cache.last[what] = x[:, -1:]
         return before if at.follows_BT is None else before * at.follows_BT[..., None]
 
-    def place(self, start: int, T: int, documents_BT: Tensor | None, windows: Windows | None) -> Place:
+    def place(self, start: int, T: int, documents_BT: Tensor | None, windows: Windows | WindowData | None) -> Place:
         follows = None
         if documents_BT is not None and not self.config.across_documents:
             follows = documents_BT == previous(documents_BT[..., None], documents_BT[:, :1, None] - 1)[..., 0]
         cos, sin = self.cos[start : start + T], self.sin[start : start + T]
-        return Place(cos, sin, self.score_scale, documents_BT, follows, windows)
+        return Place(cos, sin, self.config.attention_scale or None, documents_BT, follows, windows)
 
     def forward(
         self,
         ids_BT: Tensor,
         targets_BT: Tensor,
         documents_BT: Tensor | None = None,
-        windows: Windows | None = None,
+        windows: Windows | WindowData | None = None,
         predict_M: Tensor | None = None,
         tied: bool = True,
     ) -> Tensor:
@@ -408,7 +425,9 @@ class GPT(nn.Module):
         training = torch.is_grad_enabled()
         return cross_entropy_sum(x_BTD.flatten(0, 1), weight, targets_BT.flatten(), self.config, training)
 
-    def features(self, ids_BT: Tensor, documents_BT: Tensor | None = None, windows: Windows | None = None) -> Tensor:
+    def features(
+        self, ids_BT: Tensor, documents_BT: Tensor | None = None, windows: Windows | WindowData | None = None
+    ) -> Tensor:
         """What the head reads, (B, T, D)."""
         return self.trunk(ids_BT, self.place(0, ids_BT.shape[1], documents_BT, windows))
 

@@ -165,6 +165,7 @@ class Trainer:
     def micro_loss(self, batch: Batch, stage: Stage) -> Tensor:
         """Summed loss of some rows. With gradients it weighs the predicted tokens as the stage says."""
         documents = document_numbers(batch)
+        windows = stage.windows and stage.windows.for_rows(batch.inputs.shape[1], self.device)
         predict = None
         if len(stage.predict) > 1 and torch.is_grad_enabled():
             predict = torch.tensor(stage.predict, device=self.device)
@@ -173,7 +174,7 @@ class Trainer:
                 batch.inputs.to(self.device),
                 batch.targets.to(self.device),
                 None if documents is None else documents.to(self.device),
-                stage.windows,
+                windows,
                 predict,
                 stage.tied,
             )
@@ -220,6 +221,11 @@ class Trainer:
             tokens=self.options.val_tokens,
         )
 
+    def validations(self) -> list[int]:
+        """After how many steps the loss is measured."""
+        v = self.recipe.validation
+        return [*([0] if v.first else []), *range(v.every, self.steps, v.every), self.steps]
+
     @torch.no_grad()
     def validate(self, split: str, done: int) -> float:
         """Mean loss over the split's tokens after `done` steps, from float32 logits. Forward only."""
@@ -255,7 +261,7 @@ class Trainer:
                 for _ in range(2):
                     with contextlib.suppress(NonFiniteLoss):  # an absurd learning rate fails in the run, not here
                         self.step(dataclasses.replace(stage, lr=1e-3), made_up(stage.rows, stage.length))
-            for stage in [*schedule.visits(), schedule.after(self.steps)]:
+            for stage in {stage.shape: stage for stage in map(schedule.after, self.validations())}.values():
                 self.model.stretch(stage.windows_so_far)
                 with torch.no_grad():
                     self.micro_loss(made_up(v.rows, v.length), stage).item()
@@ -404,8 +410,9 @@ class Trainer:
         if self.start == self.steps:  # killed between the last checkpoint and the result: all is logged already
             return {split: self.validate(split, self.steps) for split in self.options.splits}
         losses: dict[str, float] = {}
+        validations = set(self.validations())
         self.clock.start()
-        if self.start == 0 and self.recipe.validation.first:
+        if self.start == 0 and 0 in validations:
             self.validation(0)
         for s in range(self.start, self.steps):
             stage = self.recipe.schedule.at(s)
@@ -415,7 +422,7 @@ class Trainer:
             self.tokens_seen += stage.tokens
             self.log_step(stage, loss)
             done = s + 1
-            if done == self.steps or done % self.recipe.validation.every == 0:
+            if done in validations:
                 losses = self.validation(done)
             every = self.options.checkpoint_every
             if done < self.steps and (self.stop_signal is not None or (every and done % every == 0)):
