@@ -337,7 +337,7 @@ class Encode:
     out: Path
     """The token folder to make."""
     tokenizer: str = "pocket"
-    """`pocket`, or the path of a tokenizer.json."""
+    """`pocket`, `gpt2`, or the path of a tokenizer.json."""
     val_fraction: float = 0.05
     """Share of the documents that become the validation split."""
     processes: Annotated[int | None, unset("INT")] = None
