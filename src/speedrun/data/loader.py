@@ -17,6 +17,7 @@ on nothing else: a rank that makes only its share of the rows (`keep`) sees the 
 """
 
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -124,6 +125,11 @@ class Loader:
         if min(epoch, shard, position) < 0 or shard >= len(self.shards):
             raise UserError(f"The saved place {state!r} is not in these {len(self.shards)} shards; use the same data.")
         self._epoch, self._shard, self._position = epoch, shard, position
+
+    def rows_in_epoch(self, length: int) -> int:
+        """How many rows of this length one pass over the shards gives. Reads all of them."""
+        lines = ((self._line(0, shard), (0, shard)) for shard in range(len(self.shards)))
+        return sum(len(self._walk(line, place, 0, sys.maxsize, length)[0]) for line, place in lines)
 
     def next(self, rows: int, length: int, keep: slice | None = None) -> Batch:
         """The next `rows` rows of `length` tokens. With `keep` only those of them; the place moves over all."""

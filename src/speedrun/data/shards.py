@@ -169,7 +169,11 @@ def list_shards(folder: Path, split: str) -> list[Path]:
 @dataclass(frozen=True)
 class TokenFile:
     tokens: int
-    sha256: str
+    sha256: str  # empty: not known
+
+    @property
+    def bytes(self) -> int:
+        return HEADER_BYTES + TOKEN.itemsize * self.tokens
 
 
 @dataclass(frozen=True)
@@ -181,7 +185,7 @@ class TokenFolder:
     vocab_size: int
     bos: int
     files: dict[str, TokenFile]  # the shards, by name
-    tokenizer_sha256: str
+    tokenizer_sha256: str  # empty: there is no tokenizer.json
 
     @property
     def tokenizer_path(self) -> Path:
@@ -230,32 +234,38 @@ class TokenFolder:
         """Write `tokens.json` for the shards and the tokenizer.json that already lie in `path`."""
         files = {p.name: TokenFile(len(open_shard(p)), sha256_file(p)) for p in sorted(path.glob("*.bin"))}
         folder = cls(path, tokenizer, vocab_size, bos, files, sha256_file(path / "tokenizer.json"))
+        folder.write()
+        return folder
+
+    def write(self) -> None:
+        """Write the description into the folder."""
+        files = {n: {"tokens": f.tokens, "bytes": f.bytes, "sha256": f.sha256} for n, f in sorted(self.files.items())}
         value = {
             "format": FORMAT,
-            "tokenizer": tokenizer,
-            "tokenizer_sha256": folder.tokenizer_sha256,
-            "vocab_size": vocab_size,
-            "bos": bos,
-            "files": {name: {"tokens": f.tokens, "sha256": f.sha256} for name, f in files.items()},
+            "tokenizer": self.tokenizer,
+            "tokenizer_sha256": self.tokenizer_sha256,
+            "vocab_size": self.vocab_size,
+            "bos": self.bos,
+            "files": files,
         }
-        write_json(path / "tokens.json", value)
-        return folder
+        write_json(self.path / "tokens.json", value)
 
     def verify(self) -> None:
         """Check every file against its sha256; the error names the first wrong one."""
         expected = {name: file.sha256 for name, file in self.files.items()}
-        for name, sha256 in {**expected, "tokenizer.json": self.tokenizer_sha256}.items():
+        expected |= {"tokenizer.json": self.tokenizer_sha256} if self.tokenizer_sha256 else {}
+        for name, sha256 in expected.items():
             path = self.path / name
             try:
                 found = sha256_file(path)
             except FileNotFoundError:
-                raise UserError(f"{path} is missing; prepare or encode the folder again.") from None
+                raise UserError(f"{path} is missing; prepare, encode or fetch the folder again.") from None
             except OSError as e:
                 raise UserError(f"{path} cannot be read: {e.strerror}.") from e
             if found != sha256:
                 raise UserError(
                     f"{path} is damaged: its sha256 is {found[:12]}..., not {sha256[:12]}... as in tokens.json; "
-                    "prepare or encode the folder again."
+                    "delete it, then prepare, encode or fetch the folder again."
                 )
 
     def shards(self, split: str) -> list[Path]:

@@ -5,22 +5,27 @@ contains the words `<|endoftext|>`; these become ordinary tokens, and only our o
 (`bos`, in front of each document) into a stream.
 
 `Tokenizer.load("pocket")` is the byte-level BPE of the pocket track: 4096 entries, kept in the package, made by
-`scripts/train_pocket_bpe.py`. Any other name is the path of a `tokenizer.json`.
+`scripts/train_pocket_bpe.py`. `Tokenizer.load("gpt2")` is GPT-2's, fetched once (gpt2.py). Any other name is the path
+of a `tokenizer.json`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 
 import tokenizers
 
+from speedrun.data import gpt2
 from speedrun.errors import UserError, nearest
 from speedrun.files import write_atomic
 
-SEPARATOR = "<|endoftext|>"
+SEPARATOR = gpt2.SEPARATOR
 
-# The tokenizers that have a name. Each is a file beside this module.
-NAMED = {"pocket": "pocket_bpe.json"}
+# The tokenizers that have a name, and where their tokenizer.json is, or is made.
+NAMED: dict[str, Callable[[], Path]] = {
+    "pocket": lambda: Path(__file__).with_name("pocket_bpe.json"),
+    "gpt2": gpt2.prepare,
+}
 
 # What the common families of tokenizers call the token that opens a document, in order of preference.
 SEPARATORS = (SEPARATOR, "<|begin_of_text|>", "<bos>", "<s>", "<|bos|>", "[BOS]", "[CLS]")
@@ -48,7 +53,7 @@ class Tokenizer:
     @classmethod
     def load(cls, path_or_name: str | Path) -> "Tokenizer":
         name = str(path_or_name)
-        path = Path(__file__).parent / NAMED[name] if name in NAMED else Path(name).expanduser()
+        path = NAMED[name]() if name in NAMED else Path(name).expanduser()
         try:
             content = path.read_text(encoding="utf-8")
         except (FileNotFoundError, NotADirectoryError):

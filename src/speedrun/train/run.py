@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from speedrun.data import fineweb
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError
 from speedrun.files import locked
@@ -45,6 +46,13 @@ def fit_to_tokens(recipe: Recipe, tokens: TokenFolder, track: Track) -> Recipe:
     return recipe
 
 
+def check_supply(recipe: Recipe, tokens: TokenFolder, track: Track) -> None:
+    """On a track that is seen once, too few tokens are told before the run, not after hours of it."""
+    if track.once:
+        s = recipe.schedule
+        fineweb.check_supply(tokens, recipe.loader, tokens=s.tokens, length=s.length)
+
+
 def start(
     recipe: Recipe,
     track: Track,
@@ -56,6 +64,7 @@ def start(
 ) -> Outcome:
     tokens = track.locate()
     recipe = fit_to_tokens(recipe, tokens, track)
+    check_supply(recipe, tokens, track)
     options = dataclasses.replace(options, val_tokens=track.val_tokens)
     path = out or new_run_path(recipe, track, options.seed)
     report = Report(recipe.schedule.total, quiet=quiet)
@@ -93,6 +102,7 @@ def resume(
         raise UserError(problem)
     tokens = track.locate()
     recipe = fit_to_tokens(recipe, tokens, track)
+    check_supply(recipe, tokens, track)
     options = dataclasses.replace(options, val_tokens=track.val_tokens)
     report = Report(recipe.schedule.total, quiet=quiet)
     with only_here(path):
@@ -171,7 +181,11 @@ def obstacle(path: Path, recipe: Recipe, track: Track, seed: int) -> str | None:
     asked |= {"target": track.target} if track.name == "own" else {}
     changed += [f"{name}: {about[name]} -> {value}" for name, value in asked.items() if about[name] != value]
     old, new = about["data"]["files"], hashes(tokens)
-    changed += [f"data: another {name}" for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
+    if track.once and recipe.loader.order == "sequential":  # chunks fetched since come after all that the run needs
+        new = {name: sha256 for name, sha256 in new.items() if name in old}
+    for name in sorted({*old, *new}):
+        unknown = name in old and name in new and "" in (old[name], new[name])  # put there by hand
+        changed += [f"data: another {name}"] if old.get(name) != new.get(name) and not unknown else []
     if changed:
         return f"{path} was started differently ({'; '.join(changed)}); drop that, or start a new run."
     return None
