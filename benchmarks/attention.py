@@ -90,7 +90,7 @@ def main() -> None:
         ways = {"blocks": blocks, "dense": dense(256, window, documents), "chosen": chosen}
         found = medians({name: both_passes(way, 4, 256, 4, 32) for name, way in ways.items()}, 5 * given.rounds)
         print(
-            f"pocket rows, window {window:3}: blocks {found['dense'] / found['blocks']:.2f}x as fast as the dense mask, "
+            f"pocket rows, window {window:3}: blocks {found['dense'] / found['blocks']:.2f}x as fast as a dense mask, "
             f"what `attend` chooses {found['dense'] / found['chosen']:.2f}x"
         )
 
