@@ -22,6 +22,8 @@ def test_it_tells_what_training_would_choose() -> None:
     assert findings["device"].chosen == str(machine.device)
     assert findings["arithmetic"].chosen == str(machine.dtype).removeprefix("torch.")
     assert findings["threads"].chosen == "1"
+    assert findings["attention"].chosen == machine.attention
+    assert findings["attention"].why == machine.attention_reason
     assert findings["torch"].chosen == torch.__version__
     assert all(finding.chosen and finding.why for finding in findings.values())
 
@@ -30,6 +32,7 @@ def test_it_obeys_what_is_asked() -> None:
     findings = found(device="cpu", dtype="bfloat16")
     assert findings["arithmetic"].chosen == "bfloat16"
     assert findings["arithmetic"].why == "as asked"
+    assert found(device="cpu", attention="sdpa")["attention"].why == "as asked"
     with pytest.raises(UserError, match="Unknown device 'tpu'"):
         examine("tpu")
 

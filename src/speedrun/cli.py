@@ -35,7 +35,7 @@ from speedrun.report.schedules import schedule_svg
 from speedrun.tracks import TRACKS, Track, get_track, own_track
 from speedrun.train import run as run_room
 from speedrun.train.config import Recipe, ValidationConfig, fields_of, meanings, recipe_from_dict
-from speedrun.train.device import choose
+from speedrun.train.device import Machine, choose
 from speedrun.train.loop import Options
 from speedrun.train.schedule import ScheduleConfig
 
@@ -86,6 +86,11 @@ class Machinery:
     """auto, float32 or bfloat16: the arithmetic of matmuls."""
     threads: Annotated[int | None, unset("INT")] = None
     """CPU threads; default: all usable cores."""
+    attention: str = "auto"
+    """auto, fa3 (Flash Attention 3), flex (FlexAttention) or sdpa (PyTorch's own)."""
+
+    def choose(self, head_width: int | None = None) -> Machine:
+        return choose(self.device, self.dtype, self.threads, self.attention, head_width)
 
 
 @dataclass(frozen=True)
@@ -185,7 +190,7 @@ def run_training(given: Train, recipe: Recipe, track: Track) -> int:
     if not 0 <= given.seed < 2**63:
         raise UserError(f"--seed is {given.seed}; it must lie between 0 and 2**63 - 1.")
     options = Options(given.seed, given.compile, every, given.keep, given.save, given.micro_rows)
-    machine = choose(given.machine.device, given.machine.dtype, given.machine.threads)
+    machine = given.machine.choose(recipe.model.head_width)
     where: Path | None = None
     if given.resume == "auto":
         where = given.out if given.out and (given.out / "run.json").exists() else None
@@ -206,7 +211,8 @@ def summarize(outcome: run_room.Outcome, given: Train, device: Any) -> int:
     result, target = outcome.result, outcome.target
     if result["status"] == "interrupted":
         again = ["speedrun", "train", "--resume", str(outcome.folder)]
-        for name, value in (("device", given.machine.device), ("dtype", given.machine.dtype)):
+        for name in ("device", "dtype", "attention"):
+            value = getattr(given.machine, name)
             again += [] if value == "auto" else [f"--{name}", value]
         say(f"Stopped and saved. To continue:\n  {shlex.join(again)}")
         return 128 + int(result["reason"].removeprefix("signal "))
@@ -450,7 +456,7 @@ class Sample:
 
 def sample(args: Sequence[str]) -> int:
     given: Sample = parse(Sample, "sample", args)
-    machine = choose(given.device, "float32", given.threads)
+    machine = choose(given.device, "float32", given.threads, "sdpa")
     model, tokenizer, _ = sample_room.load_model(given.run, machine.device)
     text = sample_room.sample_text(
         model,
@@ -467,7 +473,7 @@ def sample(args: Sequence[str]) -> int:
 
 def doctor(args: Sequence[str]) -> int:
     given: Machinery = parse(Machinery, "doctor", args, about="What this machine will use and why; what is missing.")
-    findings = doctor_room.examine(given.device, given.dtype, given.threads)
+    findings = doctor_room.examine(given.device, given.dtype, given.threads, given.attention)
     width = max(len(finding.what) for finding in findings)
     for f in findings:
         say(f"ok  {f.what:{width}}  {f.chosen} ({f.why})" if f.good else f"--  {f.what:{width}}  {f.chosen}: {f.why}")

@@ -9,7 +9,7 @@ import torch
 import speedrun
 from speedrun.errors import UserError
 from speedrun.files import home
-from speedrun.model.attention import describe_backend
+from speedrun.model.head import describe_fp8
 from speedrun.tracks import TRACKS
 from speedrun.train import telemetry
 from speedrun.train.device import choose, compiler_problem
@@ -24,11 +24,12 @@ class Finding:
     """False: something is missing; `why` says how to get it."""
 
 
-def examine(device: str = "auto", dtype: str = "auto", threads: int | None = None) -> list[Finding]:
-    machine = choose(device, dtype, threads)
+def examine(
+    device: str = "auto", dtype: str = "auto", threads: int | None = None, attention: str = "auto"
+) -> list[Finding]:
+    machine = choose(device, dtype, threads, attention)
     hardware = telemetry.snapshot()
     processor = str(hardware.get("cpu_model", "unknown CPU"))
-    backend, backend_why = describe_backend(machine.device)
     problem = compiler_problem()
     findings = [
         Finding("speedrun", speedrun.__version__, f"Python {platform.python_version()} on {platform.system()}"),
@@ -37,7 +38,8 @@ def examine(device: str = "auto", dtype: str = "auto", threads: int | None = Non
         Finding("device", str(machine.device), machine.device_reason),
         Finding("arithmetic", str(machine.dtype).removeprefix("torch."), machine.dtype_reason),
         Finding("threads", str(machine.threads), machine.threads_reason),
-        Finding("attention", backend, backend_why),
+        Finding("attention", machine.attention, machine.attention_reason),
+        Finding("8-bit head", *describe_fp8(machine.device)),
         Finding(
             "compiler",
             "torch.compile" if problem is None else "eager",

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from speedrun.errors import UserError
 from speedrun.model.gpt import GPT, GPTConfig, Windows, count_parameters
-from speedrun.model.head import fp8_linear, multi_token_sum, softcap
+from speedrun.model.head import describe_fp8, fp8_linear, multi_token_sum, softcap
 from speedrun.model.rotary import frequencies, rotary_tables, stretched
 
 BASE = GPTConfig(vocab=61, layers=4, width=32, heads=2, gate_inputs=6, norm_eps=1e-6)
@@ -250,6 +250,16 @@ def test_the_fp8_product_is_the_float32_one_within_its_three_bits() -> None:
         assert not torch.equal(found, expected)
 
 
+def test_without_8_bit_units_the_head_says_what_it_does_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    what, why = describe_fp8(torch.device("cpu"))
+    assert "multiplied in wider ones instead" in what
+    assert why == "the cpu has no units for 8-bit products"
+    assert describe_fp8(torch.device("mps"))[1] == "torch has no 8-bit floats on mps"
+    for capability, units in (((8, 0), False), ((8, 9), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+        assert (describe_fp8(torch.device("cuda"))[0] == "8-bit floats") == units
+
+
 def test_parameter_counts_of_the_records() -> None:
     """Large tables and matrices: 268.66 M for the short record, 613.4 M for the medium one."""
     short = GPTConfig(
@@ -275,6 +285,11 @@ def test_parameter_counts_of_the_records() -> None:
         ({"value_tables": 1}, "a table that no layer uses would never be trained"),
         ({"value_tables": 1, "value_layers": ((0, 1),)}, "gives table 1 to layer 0, but model.value_tables is 1"),
         ({"value_tables": 1, "value_layers": ((0, 0),), "no_attention": (0,)}, "layer 0, which has no attention"),
+        ({"value_tables": 1, "value_layers": ((0, 0), (0, 0))}, "gives a layer two tables"),
+        ({"long_layers": (1,), "no_attention": (1,)}, "model.long_layers names layer 1, which has no attention"),
+        ({"skips": ((0, 2), (0, 2))}, "model.skips has 0 -> 2 more than once"),
+        ({"attention_gates": True, "no_attention": (0, 1, 2, 3)}, "which needs a layer with attention"),
+        ({"heads": 3}, "model.width 32 does not split into 3 heads of even width; model.heads may be one of 1, 2, 4"),
         ({"split": True}, "model.split is True, which needs a tied head"),
         ({"second_embedding": True}, "which needs model.x0_lambdas=True"),
         ({"value_gates": True}, "which needs value embeddings"),
@@ -282,6 +297,7 @@ def test_parameter_counts_of_the_records() -> None:
         ({"key_offset": True}, "which needs model.rotary=half"),
         ({"key_offset": True, "rotary": "half"}, "which needs long layers"),
         ({"rotary": "half", "heads": 1, "width": 30}, "which needs head widths of 4n, not 30"),
+        ({"attention_gates": True, "gate_inputs": 0}, "model.gate_inputs is 0; the gates read 1 to 32 channels"),
         ({"smear": True, "gate_inputs": 33}, "model.gate_inputs is 33; the gates read 1 to 32 channels"),
         ({"softcap": "hard"}, "model.softcap is 'hard'; it must be one of: none, tanh, sigmoid, isru"),
         ({"fp8_scales": (1.0, 0.0, 1.0)}, "model.fp8_scales"),

@@ -72,3 +72,17 @@ def test_an_unknown_recipe_or_size_is_refused() -> None:
         get_recipe("adam", "pocket")
     with pytest.raises(UserError, match="it has pocket, short"):
         get_recipe("adamw", "medium")
+
+
+@pytest.mark.parametrize("field", ["window_ramp", "window_extension"])
+def test_no_training_window_is_longer_than_a_document(field: str) -> None:
+    """It would never be full, and positions would stretch for distances that do not occur."""
+    recipe = get_recipe("interleaved", "short")
+    for tokens in (2048, 2176):
+        value = (tokens,) if field == "window_ramp" else tokens
+        if tokens == recipe.loader.max_document:
+            with_fields(recipe, {f"schedule.{field}": value})
+        else:
+            with pytest.raises(UserError, match=r"A window of 2176 tokens .* \(2048 tokens\); shorten the windows"):
+                with_fields(recipe, {f"schedule.{field}": value})
+    with_fields(recipe, {"schedule.window_final": 4096})  # the last validation may look further

@@ -1,25 +1,129 @@
 """Attention behind one function, whatever computes it.
 
 `attend(q, k, v, documents_BT=..., window=...)` is causal, never crosses a document boundary, and with a window looks at
-most so many tokens back. On a CPU short windows are computed block by block, so the cost grows with tokens * window.
+most so many tokens back. Three backends: Flash Attention 3 (flash.py), FlexAttention (flex.py), and PyTorch's SDPA,
+which computes short windows block by block, so that its cost grows with tokens * window. `choose_backend` decides.
 `reference_attend` is the slow, obvious version that tests compare everything with.
 """
 
+import importlib.util
 import math
+from collections.abc import Iterable
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
+from speedrun.errors import UserError
+from speedrun.model import flash
+from speedrun.model.flash import attend_flash, edges_of, row_edges
+from speedrun.model.flex import attend_flex, block_mask
+
+Backend = Literal["fa3", "flex", "sdpa"]
+NAMES = {"fa3": "Flash Attention 3", "flex": "FlexAttention"}
 MIN_BLOCK = 32  # shorter blocks cost more in small matrix products than they save
 DENSE_LENGTH = 256  # up to here a window saves too little to be worth compiled code of its own
+WIDE = 256  # from this window on, blocks of half a window: fewer scores that the mask throws away
 
 
-def describe_backend(device: torch.device) -> tuple[str, str]:
-    """(name, reason) of what computes attention on this device."""
-    if device.type == "cuda":
-        return "sdpa", "PyTorch picks flash or memory-efficient kernels on this GPU"
-    return "sdpa", f"the only backend with a backward pass on {device.type}; short windows block by block"
+# -------------------------------------------------------------------------------------------- which one
+
+
+def choose_backend(
+    asked: str, device: torch.device, dtype: torch.dtype = torch.float32, head_width: int | None = None
+) -> tuple[Backend, str]:
+    """(name, reason) of what computes attention: the best there is, or the one asked for, or a refusal."""
+    if asked not in ("auto", *get_args(Backend)):
+        raise UserError(f"Unknown attention {asked!r}; choose auto, {', '.join(get_args(Backend))}.")
+    lacks: dict[str, str] = {}
+    for name in get_args(Backend):
+        if asked in ("auto", name):
+            why_not = obstacle(name, device, dtype, head_width)
+            if why_not is None:
+                return name, "as asked" if asked == name else reason(name, device, lacks)
+            lacks[name] = why_not
+    there = [name for name in get_args(Backend) if name != asked and not obstacle(name, device, dtype, head_width)]
+    raise UserError(
+        f"Attention {asked!r} was asked for, but {NAMES[asked]} {lacks[asked]}; here there is {', '.join(there)}: "
+        "choose that, or leave the choice to --attention auto."
+    )
+
+
+def obstacle(name: Backend, device: torch.device, dtype: torch.dtype, head_width: int | None) -> str | None:
+    """Why a backend cannot train here, as the end of a sentence about it; None: it can."""
+    if name == "sdpa":
+        return None
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if name == "flex":
+        if device.type != "cuda":
+            return f"has no backward pass on {device.type}"
+        if capability < (7, 0) or importlib.util.find_spec("triton") is None:
+            return "needs Triton and a GPU that Triton supports"
+        return None if head_width is None or head_width >= 16 else f"needs heads of 16 or wider, not {head_width}"
+    if capability[0] != 9 or torch.version.cuda is None:
+        here = f"{'.'.join(map(str, capability))} here" if device.type == "cuda" else f"the device is {device}"
+        return f"needs an NVIDIA Hopper GPU, compute capability 9.x ({here})"
+    if dtype != torch.bfloat16:
+        return f"computes in bfloat16, not in {str(dtype).removeprefix('torch.')}"
+    if head_width is not None and (head_width % 8 or head_width > 256):
+        return f"needs heads of 8n up to 256 channels, not {head_width}"
+    try:
+        flash.load()
+    except flash.Unavailable as e:
+        return f"has no kernel: {e}"
+    return None
+
+
+def reason(name: Backend, device: torch.device, lacks: dict[str, str]) -> str:
+    instead = "; ".join(f"{NAMES[other]} {why}" for other, why in lacks.items())
+    if name == "sdpa" and device.type == "cpu":
+        return f"{instead}; short windows are computed block by block"
+    return instead or "this GPU has it"
+
+
+# -------------------------------------------------------------------------------------------- who sees whom
+
+
+class Sight(NamedTuple):
+    """Who may look at whom in one forward pass: made once, and shared by all layers."""
+
+    backend: Backend
+    masks: dict[int | Tensor | None, Tensor | BlockMask | None]  # by window; None: plainly causal
+    edges: Tensor | None = None  # of the documents, for Flash Attention 3
+
+
+def sight(
+    backend: Backend,
+    B: int,
+    T: int,
+    device: torch.device,
+    windows: Iterable[int | Tensor | None],
+    documents_BT: Tensor | None = None,
+    edges: Tensor | None = None,
+) -> Sight:
+    """`edges` are those of `documents_BT`, where the caller has them: inside a graph documents cannot be counted."""
+    if backend == "fa3":
+        if edges is None:
+            edges = row_edges(B, T, device) if documents_BT is None else edges_of(documents_BT)
+        return Sight(backend, {}, edges)
+    if backend == "flex":
+        fixed = [window for window in windows if not isinstance(window, Tensor)]
+        return Sight(backend, {window: block_mask(B, T, device, documents_BT, window) for window in fixed})
+    return Sight(backend, {window: plain_mask(T, device, documents_BT, window) for window in windows})
+
+
+def plain_mask(T: int, device: torch.device, documents_BT: Tensor | None, window: int | Tensor | None) -> Tensor | None:
+    """For SDPA: bool, by blocks where the window is short; None is plainly causal."""
+    if isinstance(window, int) and local(T, window):
+        return local_mask(T, device, documents_BT, window)
+    if documents_BT is not None:
+        return document_mask(documents_BT, window)
+    if window is None or (isinstance(window, int) and window >= T - 1):
+        return None
+    t = torch.arange(T, device=device)
+    return visible(t, t, window)[None, None]
 
 
 def window_is_data(device: torch.device, length: int) -> bool:
@@ -40,6 +144,9 @@ def document_mask(documents_BT: Tensor, window: int | Tensor | None = None) -> T
     return (same & visible(t, t, window))[:, None]
 
 
+# -------------------------------------------------------------------------------------------- attention
+
+
 def attend(
     q_BTHK: Tensor,
     k_BTHK: Tensor,
@@ -48,18 +155,34 @@ def attend(
     documents_BT: Tensor | None = None,
     window: int | Tensor | None = None,
     scale: float | None = None,
+    backend: Backend = "sdpa",
+    shared: Sight | None = None,
 ) -> Tensor:
-    """Causal attention over heads, (B, T, H, K). A window that is a tensor is one that the code must not depend on."""
-    T = q_BTHK.shape[1]
-    if isinstance(window, int) and 2 * max(window, MIN_BLOCK) < T:
-        return attend_locally(q_BTHK, k_BTHK, v_BTHK, documents_BT=documents_BT, window=window, scale=scale)
-    mask = None
-    if documents_BT is not None:
-        mask = document_mask(documents_BT, window)
-    elif isinstance(window, Tensor) or (window is not None and window < T - 1):
-        t = torch.arange(T, device=q_BTHK.device)
-        mask = visible(t, t, window)[None, None]
-    return attend_masked(q_BTHK, k_BTHK, v_BTHK, mask=mask, causal=mask is None, scale=scale)
+    """Causal attention over heads, (B, T, H, K). Document numbers rise along a row.
+
+    A window that is a tensor is one that compiled code does not depend on; only SDPA takes it.
+    `shared` is what other layers use, too; it takes the place of `documents_BT` and `backend`.
+    """
+    B, T = q_BTHK.shape[:2]
+    if shared is None:
+        shared = sight(backend, B, T, q_BTHK.device, [window], documents_BT)
+    if shared.backend == "sdpa":
+        mask = shared.masks[window]
+        assert mask is None or isinstance(mask, Tensor)
+        if isinstance(window, int) and local(T, window):
+            assert mask is not None
+            return attend_locally(q_BTHK, k_BTHK, v_BTHK, window=window, mask=mask, scale=scale)
+        return attend_masked(q_BTHK, k_BTHK, v_BTHK, mask=mask, causal=mask is None, scale=scale)
+    assert not isinstance(window, Tensor)
+    kind = q_BTHK.device.type
+    if torch.is_autocast_enabled(kind):  # SDPA does so by itself
+        q_BTHK, k_BTHK, v_BTHK = (x.to(torch.get_autocast_dtype(kind)) for x in (q_BTHK, k_BTHK, v_BTHK))
+    if shared.backend == "fa3":
+        assert shared.edges is not None
+        return attend_flash(q_BTHK, k_BTHK, v_BTHK, edges=shared.edges, window=window, scale=scale)
+    block = shared.masks[window]
+    assert isinstance(block, BlockMask)
+    return attend_flex(q_BTHK, k_BTHK, v_BTHK, mask=block, scale=scale)
 
 
 def attend_masked(
@@ -71,6 +194,45 @@ def attend_masked(
     return y.transpose(1, 2)
 
 
+def blocks_of(window: int) -> tuple[int, int]:
+    """(block, before): queries in blocks of so many tokens, each with its own keys and those of the blocks before."""
+    block = max(MIN_BLOCK, window if window < WIDE else math.ceil(window / 2))
+    return block, max(1, math.ceil(window / block))
+
+
+def local(T: int, window: int) -> bool:
+    """Whether computing by blocks is worth its copies: rows of more than three blocks, of which each query sees two."""
+    return 3 * max(window, MIN_BLOCK) < T
+
+
+def split(x: Tensor, block: int) -> Tensor:
+    """(B, T, ...) -> (B, n, block, ...), filled up at the end."""
+    n = math.ceil(x.shape[1] / block)
+    filled = F.pad(x, (0, 0) * (x.ndim - 2) + (0, n * block - x.shape[1]))
+    return filled.view(x.shape[0], n, block, *x.shape[2:])
+
+
+def with_blocks_before(x: Tensor, before: int) -> Tensor:
+    """(B, n, block, ...) -> (B, n, (before + 1) * block, ...): each block after those before it."""
+    n = x.shape[1]
+    longer = F.pad(x, (0, 0) * (x.ndim - 2) + (before, 0))
+    return torch.cat([longer[:, i : i + n] for i in range(before + 1)], dim=2)
+
+
+def local_mask(T: int, device: torch.device, documents_BT: Tensor | None, window: int) -> Tensor:
+    """(B * n, 1, block, keys) bool, or (n, 1, block, keys) where all rows are alike."""
+    block, before = blocks_of(window)
+    n, keys = math.ceil(T / block), (before + 1) * block
+    query, key = torch.arange(block, device=device) + before * block, torch.arange(keys, device=device)
+    start = (torch.arange(n, device=device) - before) * block  # of a block's keys; negative: there are none
+    mask = visible(query, key, window) & (start[:, None, None] + key >= 0)  # (n, block, keys)
+    if documents_BT is not None:
+        number = split(documents_BT, block)
+        mask = mask & (number[..., :, None] == with_blocks_before(number, before)[..., None, :])
+    # A filled-up query may see nothing at all; its row is cut off later, but must not become NaN on the way.
+    return (mask | (query[:, None] == key)).view(-1, 1, block, keys)
+
+
 def attend_locally(
     q_BTHK: Tensor,
     k_BTHK: Tensor,
@@ -78,38 +240,20 @@ def attend_locally(
     *,
     window: int,
     documents_BT: Tensor | None = None,
+    mask: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """The same for a short window: queries in blocks of at least the window, each with its own and the block before.
-
-    Cost: tokens * 2 * block instead of tokens * tokens.
-    """
+    """The same for a short window, block by block: tokens * (window + block) scores instead of tokens * tokens."""
     B, T, H, K = q_BTHK.shape
-    block = max(window, MIN_BLOCK)
-    n = math.ceil(T / block)
-    pad = n * block - T
-
-    def blocks(x: Tensor) -> Tensor:  # (B, T, H, K) -> (B, n, block, H, K)
-        return F.pad(x, (0, 0, 0, 0, 0, pad)).view(B, n, block, H, K)
-
-    def with_previous(x: Tensor) -> Tensor:  # (B, n, block, H, K) -> (B * n, 2 * block, H, K)
-        return torch.cat([F.pad(x, (0, 0, 0, 0, 0, 0, 1, 0))[:, :-1], x], dim=2).flatten(0, 1)
-
-    q, k, v = blocks(q_BTHK), blocks(k_BTHK), blocks(v_BTHK)
-    at = torch.arange(block, device=q.device)
-    mask = visible(at + block, torch.arange(2 * block, device=q.device), window)  # (block, 2 * block)
-    mask = mask.expand(n, block, 2 * block)
-    exists = torch.ones(n, 2 * block, dtype=torch.bool, device=q.device)
-    exists[0, :block] = False  # nothing before the first block
-    mask = (mask & exists[:, None, :])[None].expand(B, n, block, 2 * block)
-    if documents_BT is not None:
-        number = F.pad(documents_BT, (0, pad)).view(B, n, block)
-        before = torch.cat([F.pad(number, (0, 0, 1, 0))[:, :-1], number], dim=2)
-        mask = mask & (number[..., :, None] == before[..., None, :])
-    # A padded query may see nothing at all; its row is cut off below, but must not become NaN on the way.
-    mask = mask | ((at[:, None] + block) == torch.arange(2 * block, device=q.device))
-    mask = mask.reshape(B * n, 1, block, 2 * block)
-    y = attend_masked(q.flatten(0, 1), with_previous(k), with_previous(v), mask=mask, causal=False, scale=scale)
+    block, before = blocks_of(window)
+    if mask is None:
+        mask = local_mask(T, q_BTHK.device, documents_BT, window)
+    q = split(q_BTHK, block)
+    n = q.shape[1]
+    k, v = (with_blocks_before(split(x, block), before) for x in (k_BTHK, v_BTHK))
+    if len(mask) != B * n:
+        mask = mask.repeat(B, 1, 1, 1)
+    y = attend_masked(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), mask=mask, causal=False, scale=scale)
     return y.reshape(B, n * block, H, K)[:, :T]
 
 

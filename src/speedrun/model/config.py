@@ -181,6 +181,8 @@ class GPTConfig:
             self._layer("skips", target)
             if source >= target:
                 raise UserError(f"model.skips has {source} -> {target}; a skip must lead to a later layer.")
+            if self.skips.count((source, target)) > 1:
+                raise UserError(f"model.skips has {source} -> {target} more than once; name each skip once.")
         if self.backout != -1:
             self._layer("backout", self.backout)
             if self.backout == self.layers - 1:
@@ -199,11 +201,13 @@ class GPTConfig:
 
     def _check_company(self) -> None:
         """Switches that need another one, or room, say so instead of doing nothing."""
+        attends = len(set(self.no_attention)) < self.layers
         needs = (
             ("split", self.split, self.tied, "a tied head (model.tied=True)"),
             ("second_embedding", self.second_embedding, self.x0_lambdas, "model.x0_lambdas=True"),
             ("value_gates", self.value_gates, self.value_tables > 0, "value embeddings (model.value_tables)"),
             ("skip_gates", self.skip_gates, bool(self.skips), "skips (model.skips)"),
+            ("attention_gates", self.attention_gates, attends, "a layer with attention (model.no_attention)"),
             ("key_offset", self.key_offset, self.rotary == "half", "model.rotary=half, for channels that stand still"),
             ("key_offset", self.key_offset, bool(self.long_layers), "long layers (model.long_layers)"),
             ("rotary", self.rotary == "half", self.head_width % 4 == 0, f"head widths of 4n, not {self.head_width}"),

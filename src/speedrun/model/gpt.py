@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speedrun.model.attention import attend, attend_masked, visible, window_is_data
+from speedrun.model.attention import Backend, Sight, attend, attend_masked, sight, visible, window_is_data
 from speedrun.model.config import GPTConfig
 from speedrun.model.embeddings import lookup
 from speedrun.model.head import cross_entropy_sum, logits_of, multi_token_sum
@@ -84,7 +84,7 @@ class Place(NamedTuple):
     cos: Tensor
     sin: Tensor
     scale: float | None
-    documents_BT: Tensor | None
+    sight: Sight | None  # None: generating, where a cache knows
     follows_BT: Tensor | None  # True where a position may mix in the one before; None: everywhere but at 0
     windows: Windows | WindowData | None
 
@@ -132,7 +132,7 @@ class Attention(nn.Module):
             k = self.shift_still_channels(k, at.follows_BT, None if past is None else past.last_key)
         window = None if at.windows is None else (at.windows.long if self.long else at.windows.short)
         if cache is None:
-            y = attend(q, k, v, documents_BT=at.documents_BT, window=window, scale=at.scale)
+            y = attend(q, k, v, window=window, scale=at.scale, shared=at.sight)
         else:
             y = self.attend_cached(q, k, v, raw_k, window, at.scale, cache)
         if self.gate is not None:
@@ -207,11 +207,11 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Token ids in, summed next-token loss out. `logits` is for sampling."""
 
-    def __init__(self, config: GPTConfig, context: int) -> None:
-        """`context`: the longest row this model will see; sizes the position tables."""
+    def __init__(self, config: GPTConfig, context: int, backend: Backend = "sdpa") -> None:
+        """`context`: the longest row this model will see; sizes the position tables. `backend` computes attention."""
         super().__init__()
         c = self.config = config
-        self.context = context
+        self.context, self.backend = context, backend
         self.embed = nn.Parameter(torch.empty(c.vocab, c.width))
         self.blocks = nn.ModuleList(Block(c, layer) for layer in range(c.layers))
         self.head = None if c.tied and not c.split else nn.Parameter(torch.empty(c.vocab, c.width))
@@ -396,12 +396,19 @@ class GPT(nn.Module):
             cache.last[what] = x[:, -1:]
         return before if at.follows_BT is None else before * at.follows_BT[..., None]
 
-    def place(self, start: int, T: int, documents_BT: Tensor | None, windows: Windows | WindowData | None) -> Place:
+    def place(
+        self,
+        start: int,
+        T: int,
+        documents_BT: Tensor | None,
+        windows: Windows | WindowData | None,
+        sight: Sight | None = None,
+    ) -> Place:
         follows = None
         if documents_BT is not None and not self.config.across_documents:
             follows = documents_BT == previous(documents_BT[..., None], documents_BT[:, :1, None] - 1)[..., 0]
         cos, sin = self.cos[start : start + T], self.sin[start : start + T]
-        return Place(cos, sin, self.config.attention_scale or None, documents_BT, follows, windows)
+        return Place(cos, sin, self.config.attention_scale or None, sight, follows, windows)
 
     def forward(
         self,
@@ -411,14 +418,16 @@ class GPT(nn.Module):
         windows: Windows | WindowData | None = None,
         predict_M: Tensor | None = None,
         tied: bool = True,
+        edges: Tensor | None = None,
     ) -> Tensor:
         """Sum of the losses of all counted targets (-1 = not counted).
 
         `documents_BT` numbers the document of each position; attention stays inside a document. None: one document.
         `predict_M` weighs the losses of the next, the second next... token; None: the next one alone. `tied` is False
-        from the split on.
+        from the split on. `edges` are those of the documents (`flash.edges_of`), which Flash Attention 3 asks for;
+        a compiled graph must be given them, for it cannot count documents.
         """
-        x_BTD = self.features(ids_BT, documents_BT, windows)
+        x_BTD = self.features(ids_BT, documents_BT, windows, edges)
         weight = self.head_weight(tied)
         if predict_M is not None and len(predict_M) > 1:
             return multi_token_sum(x_BTD, weight, targets_BT, predict_M, self.config, documents_BT)
@@ -426,10 +435,17 @@ class GPT(nn.Module):
         return cross_entropy_sum(x_BTD.flatten(0, 1), weight, targets_BT.flatten(), self.config, training)
 
     def features(
-        self, ids_BT: Tensor, documents_BT: Tensor | None = None, windows: Windows | WindowData | None = None
+        self,
+        ids_BT: Tensor,
+        documents_BT: Tensor | None = None,
+        windows: Windows | WindowData | None = None,
+        edges: Tensor | None = None,
     ) -> Tensor:
         """What the head reads, (B, T, D)."""
-        return self.trunk(ids_BT, self.place(0, ids_BT.shape[1], documents_BT, windows))
+        B, T = ids_BT.shape
+        seen: list[int | Tensor | None] = [None] if windows is None else [*windows]
+        shared = sight(self.backend, B, T, ids_BT.device, seen, documents_BT, edges)
+        return self.trunk(ids_BT, self.place(0, T, documents_BT, windows, shared))
 
     def as_trained(self, windows: Windows | None, windows_so_far: tuple[int, ...], tied: bool) -> None:
         """Make `logits` see what training saw last."""

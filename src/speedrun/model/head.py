@@ -12,6 +12,7 @@ from torch import Tensor
 from speedrun.model.config import GPTConfig
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+WITHOUT_FP8 = ("mps",)  # devices on which torch has no 8-bit floats at all
 
 
 def softcap(z: Tensor, config: GPTConfig) -> Tensor:
@@ -28,7 +29,7 @@ def softcap(z: Tensor, config: GPTConfig) -> Tensor:
 
 def logits_of(x_ND: Tensor, weight_VD: Tensor, config: GPTConfig, training: bool = False) -> Tensor:
     """Float32 logits."""
-    if training and config.fp8_head:
+    if training and config.fp8_head and x_ND.device.type not in WITHOUT_FP8:
         z = fp8_linear(x_ND, weight_VD, *config.fp8_scales)
     else:
         z = F.linear(x_ND, weight_VD.to(x_ND.dtype))
@@ -76,15 +77,31 @@ def multi_token_sum(
 # -------------------------------------------------------------------------------------------- 8-bit floats
 
 
+def has_fp8_units(device: torch.device) -> bool:
+    """Tensor cores for 8-bit floats: Ada, Hopper and later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def describe_fp8(device: torch.device) -> tuple[str, str]:
+    """(what, why): how a recipe with model.fp8_head multiplies its head on this device."""
+    if device.type in WITHOUT_FP8:
+        return "the arithmetic of the other matmuls instead", f"torch has no 8-bit floats on {device.type}"
+    if has_fp8_units(device):
+        return "8-bit floats", "this GPU has units for them"
+    here = "this GPU" if device.type == "cuda" else f"the {device.type}"
+    return "rounded to 8-bit floats, multiplied in wider ones instead", f"{here} has no units for 8-bit products"
+
+
 def scaled_product(a8: Tensor, b8: Tensor, scale: float, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """a b * scale for 8-bit floats, summed up in float32."""
     one, factor = (torch.tensor(s, dtype=torch.float32, device=a8.device) for s in (1.0, scale))
-    try:
-        return torch._scaled_mm(a8, b8, scale_a=factor, scale_b=one, out_dtype=dtype, use_fast_accum=fast)
-    except RuntimeError:
-        if a8.device.type != "cpu":
-            raise
-        return (a8.float() @ b8.float()).mul_(scale).to(dtype)  # not every CPU has that kernel; the values are the same
+    if a8.device.type == "cpu" or has_fp8_units(a8.device):
+        try:
+            return torch._scaled_mm(a8, b8, scale_a=factor, scale_b=one, out_dtype=dtype, use_fast_accum=fast)
+        except RuntimeError:
+            if a8.device.type != "cpu":  # not every CPU has that kernel
+                raise
+    return (a8.float() @ b8.float()).mul_(scale).to(dtype)  # the same values, more slowly
 
 
 @torch.library.custom_op("speedrun::fp8_product", mutates_args=())

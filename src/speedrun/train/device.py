@@ -1,4 +1,4 @@
-"""Which device, which arithmetic, how many threads, compiled or not: chosen here, each with its reason.
+"""Which device, which arithmetic, which attention, how many threads, compiled or not: chosen here, with the reasons.
 
 `choose()` decides once; `speedrun doctor` prints the same decisions.
 """
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from speedrun.errors import UserError
+from speedrun.model.attention import Backend, choose_backend
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Machine:
     dtype_reason: str
     threads: int
     threads_reason: str
+    attention: Backend
+    attention_reason: str
 
     @contextlib.contextmanager
     def arithmetic(self) -> Iterator[None]:
@@ -42,6 +45,7 @@ class Machine:
             f"device: {self.device} ({self.device_reason})",
             f"arithmetic: {str(self.dtype).removeprefix('torch.')} ({self.dtype_reason})",
             f"threads: {self.threads} ({self.threads_reason})",
+            f"attention: {self.attention} ({self.attention_reason})",
         ]
 
 
@@ -82,17 +86,27 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def choose(device: str = "auto", dtype: str = "auto", threads: int | None = None) -> Machine:
-    """Decide where and how to compute, and set torch's thread count. Values other than 'auto' are obeyed or refused."""
+def choose(
+    device: str = "auto",
+    dtype: str = "auto",
+    threads: int | None = None,
+    attention: str = "auto",
+    head_width: int | None = None,
+) -> Machine:
+    """Decide where and how to compute, and set torch's thread count. Values other than 'auto' are obeyed or refused.
+
+    `head_width` is the model's, where it is known: not every attention kernel takes every width.
+    """
     chosen, why = _choose_device(device)
     arithmetic, why_dtype = _choose_dtype(chosen, dtype)
     if threads is not None and threads < 1:
         raise UserError(f"threads is {threads}; it must be at least 1.")
+    backend, why_backend = choose_backend(attention, chosen, arithmetic, head_width)
     cores = usable_cores()
     why_threads = "as asked" if threads else f"{cores} usable cores"
     threads = threads or cores
     torch.set_num_threads(threads)
-    return Machine(chosen, why, arithmetic, why_dtype, threads, why_threads)
+    return Machine(chosen, why, arithmetic, why_dtype, threads, why_threads, backend, why_backend)
 
 
 def _choose_device(asked: str) -> tuple[torch.device, str]:

@@ -25,7 +25,9 @@ from torch import Tensor, nn
 from speedrun.data.loader import Batch, Loader, Prefetcher, validation_batches
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError
+from speedrun.model.flash import edges_of
 from speedrun.model.gpt import GPT
+from speedrun.model.head import describe_fp8
 from speedrun.optim import Combined, Snoo
 from speedrun.optim.base import NonFiniteGradient, SpeedrunOptimizer
 from speedrun.optim.config import build_optimizer, copy_state, master, set_master
@@ -107,7 +109,7 @@ class Trainer:
         self.device = machine.device
         self.steps = recipe.schedule.total
         torch.manual_seed(options.seed)
-        self.model = GPT(recipe.model, recipe.context).to(self.device)
+        self.model = GPT(recipe.model, recipe.context, machine.attention).to(self.device)
         if recipe.optim.weights != "float32":
             self.model.store_matrices(torch.bfloat16)
         self.optimizer = build_optimizer(self.model.named_parameters(), recipe.optim)
@@ -166,6 +168,10 @@ class Trainer:
         """Summed loss of some rows. With gradients it weighs the predicted tokens as the stage says."""
         documents = document_numbers(batch)
         windows = stage.windows and stage.windows.for_rows(batch.inputs.shape[1], self.device)
+        edges = None
+        if self.machine.attention == "fa3" and documents is not None:
+            edges = edges_of(documents).to(self.device)
+            torch._dynamo.mark_dynamic(edges, 0)  # one graph for any number of documents
         predict = None
         if len(stage.predict) > 1 and torch.is_grad_enabled():
             predict = torch.tensor(stage.predict, device=self.device)
@@ -177,6 +183,7 @@ class Trainer:
                 windows,
                 predict,
                 stage.tied,
+                edges,
             )
 
     def release_memory(self) -> None:
@@ -365,6 +372,8 @@ class Trainer:
         self.check_data()
         for line in self.machine.lines():
             self.say(line)
+        if self.recipe.model.fp8_head:
+            self.say("8-bit head: {} ({})".format(*describe_fp8(self.device)))
         self.say(
             "warming up (not timed): compiling and visiting every shape" + ("" if saved is None else ", then resuming")
         )
