@@ -45,6 +45,10 @@ class Track:
     files: dict[str, str] = field(default_factory=dict)
     """sha256 of each token file that is part of the track's definition."""
     rules: tuple[str, ...] = RULES
+    compiler_flags: bool = True
+    """Whether a recipe may tell torch.compile more than what to compile."""
+    grows: bool = False
+    """Whether a run that is short of training tokens can get more shards."""
 
 
 def fineweb() -> TokenFolder:
@@ -78,6 +82,8 @@ TRACKS = {
             locate=fineweb,
             val_tokens=10_485_760,
             rules=SHORT_RULES,
+            compiler_flags=False,
+            grows=True,
         ),
         Track(
             name="medium",
@@ -85,6 +91,7 @@ TRACKS = {
             target=2.92,
             locate=fineweb,
             val_tokens=10_485_760,
+            grows=True,
         ),
     )
 }

@@ -45,6 +45,15 @@ def fit_to_tokens(recipe: Recipe, tokens: TokenFolder, track: Track) -> Recipe:
     return recipe
 
 
+def obey(recipe: Recipe, track: Track) -> None:
+    """Refuse what the track's rules forbid."""
+    if recipe.compiler.coordinate_descent and not track.compiler_flags:
+        raise UserError(
+            f"compiler.coordinate_descent is True, but the rules of track {track.name!r} allow no extra compiler "
+            "flags; pass --compiler.coordinate-descent False."
+        )
+
+
 def start(
     recipe: Recipe,
     track: Track,
@@ -54,6 +63,7 @@ def start(
     out: Path | None = None,
     quiet: bool = False,
 ) -> Outcome:
+    obey(recipe, track)
     tokens = track.locate()
     recipe = fit_to_tokens(recipe, tokens, track)
     options = dataclasses.replace(options, val_tokens=track.val_tokens)
@@ -88,6 +98,7 @@ def resume(
     path: Path, recipe: Recipe, track: Track, machine: Machine, options: Options, *, quiet: bool = False
 ) -> Outcome:
     """Continue the run in `path`, which must have been started with this recipe, track, data and seed."""
+    obey(recipe, track)
     problem = obstacle(path, recipe, track, options.seed)
     if problem:
         raise UserError(problem)
