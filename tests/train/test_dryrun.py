@@ -139,7 +139,10 @@ def test_memory_that_is_too_small_names_the_way_out(
     wide = with_fields(recipe, {"validation.rows": 512, "schedule.rows": 1})
     (validation,) = with_memory(m.row + 64 * 2**20, wide).problems
     assert "A validation batch of 512 x 32 tokens" in validation
-    assert "--validation.rows 1 and a --validation.length of at most" in validation
+    assert "; pass --validation.rows " in validation
+    long = with_fields(wide, {"validation.rows": 1, "validation.length": 512 * 32})
+    (validation,) = with_memory(m.row + 64 * 2**20, long).problems
+    assert "pass --validation.rows 1 --validation.length 1024 or less" in validation
 
     monkeypatch.setattr(telemetry, "memory_bytes", lambda device: m.weights)
     (alone,) = look(recipe, tokens, tmp_path).problems

@@ -182,7 +182,7 @@ def examine(recipe: Recipe, track: Track, machine: Machine, options: Options, ou
     names = {p: name for name, p in model.named_parameters()}
     there = telemetry.memory_bytes(machine.device)
     memory = memory_of(recipe, machine, options, model, sum(states.values()), there)
-    problems += memory_problems(memory, there, recipe, options)
+    problems += memory_problems(memory, there, recipe)
     asked = options.micro_rows or max(rows for rows, _ in schedule.shapes())
     if memory.rows < asked:
         notes.append(f"Micro-batches of {memory.rows} of {asked} rows: more do not fit into memory at once.")
@@ -353,11 +353,11 @@ def row_bytes(recipe: Recipe, machine: Machine, stage: Stage) -> int:
     return saved + GRADIENT_COPIES * 4 * stage.length * recipe.model.vocab
 
 
-def memory_problems(memory: Memory, there: int | None, recipe: Recipe, options: Options) -> list[str]:
+def memory_problems(memory: Memory, there: int | None, recipe: Recipe) -> list[str]:
     if there is None or memory.total <= there:
         return []
     left = there - memory.fixed
-    if left < memory.row / 64:
+    if left <= 0:
         return [
             f"Weights, gradients and optimizer state alone take {gib(memory.fixed)}, but there are {gib(there)} of "
             "memory; choose a smaller model (--model.width, --model.layers) or another machine."
@@ -374,10 +374,15 @@ def memory_problems(memory: Memory, there: int | None, recipe: Recipe, options: 
     v = recipe.validation
     if memory.validation > left:
         fits = left // (LOGIT_COPIES * 4 * recipe.model.vocab)
+        way = "choose another machine"
+        if fits >= v.length:
+            way = f"pass --validation.rows {fits // v.length}"
+        elif fits:
+            way = f"pass --validation.rows 1 --validation.length {2 ** int(math.log2(fits))} or less, with which the "
+            way += "loss is measured on less context"
         problems.append(
             f"A validation batch of {v.rows} x {v.length} tokens takes about {gib(memory.validation)} for its logits, "
-            f"but {gib(left)} of memory are left for it; pass --validation.rows 1 and a --validation.length of at most "
-            f"{2 ** int(math.log2(max(1, fits)))}, which shortens the context that the loss is measured with."
+            f"but {gib(left)} of memory are left for it; {way}."
         )
     return problems
 
