@@ -137,13 +137,20 @@ MISTAKES = [
         "train --recipe interleaved --schedule.window-ramp 272",
         "A window of 272 tokens is longer than what a row holds of one document (256 tokens)",
     ),
-    ("train --recipe interleaved --model.layers 3", "model.skips names layer 3, but the model has 3 layers, 0 to 2."),
+    ("train --recipe interleaved --model.layers 3", "model.long_layers names layer 3, but the model has 3 layers, 0 to 2."),
     ("train --recipe interleaved --model.gate-inputs 999", "model.gate_inputs is 999; the gates read 1 to"),
     ("train --schedule.warmup 0.9 --schedule.cooldown 0.9", "their sum may be at most 1."),
     ("train --schedule.steps many", "invalid literal for int() with base 10: 'many'"),
     ("train --loader.packing boxes", "invalid choice 'boxes' for argument '--loader.packing'"),
     ("train", "run `speedrun data prepare`"),
     ("train --track short", "run `speedrun data fetch fineweb10B`"),
+    ("train --dry-run", "This run does not fit: pocket data is not prepared; run `speedrun data prepare`"),
+    ("train --dry-run --resume auto", "--dry-run does not go with --resume auto: it tells of a new run; drop one."),
+    ("train --dry-run perhaps", "invalid choice 'perhaps' for argument '--dry-run'"),
+    (
+        "train --track short --recipe muon --compiler.coordinate-descent True",
+        "the rules of track 'short' allow no extra compiler flags; pass --compiler.coordinate-descent False.",
+    ),
     ("train --target 3", "--target 3.0 goes with --data; the target of track 'pocket' is fixed."),
     ("train --data TOKENS --target -1", "The target -1.0 is not a loss"),
     ("train --data nowhere", "nowhere is not a token folder"),
@@ -266,6 +273,55 @@ def test_damaged_data_is_named_and_leaves_no_run(
         assert done.code == 2
         assert words in done.said
         assert files_in(tmp_path).keys() == before.keys()
+
+
+# -------------------------------------------------------------------- dry runs
+
+
+@pytest.fixture
+def no_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli.dryrun, "matmul_speed", lambda machine, config: 1e11)
+
+
+@pytest.mark.parametrize("spelling", [["--dry-run"], ["--dry-run", "True"], ["--dry-run=True"]])
+def test_a_dry_run_says_what_a_run_would_be_and_leaves_nothing(
+    speedrun: Speedrun, tokens: TokenFolder, tmp_path: Path, no_calibration: None, spelling: list[str]
+) -> None:
+    done = speedrun("train", "--data", tokens.path, *spelling, *EIGHT)
+    assert (done.code, done.err) == (0, "")
+    for words in ("AdamW", "512 training tokens in 8 steps", "0-7", "2 x 32", "optimizer state", "time", "fits"):
+        assert words in done.out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_that_is_not_wanted_trains(speedrun: Speedrun, tokens: TokenFolder, tmp_path: Path) -> None:
+    done = speedrun("train", "--data", tokens.path, *EIGHT, "--dry-run", "False", "--out", "run", "--sample", "False")
+    assert done.code == 0
+    assert read_result(tmp_path / "run")["status"] == "ok"
+
+
+@pytest.mark.parametrize(("recipe", "track"), [("interleaved", "short"), ("medium", "medium")])
+def test_a_dry_run_of_a_record_needs_neither_its_data_nor_its_memory(
+    speedrun: Speedrun, tmp_path: Path, no_calibration: None, recipe: str, track: str
+) -> None:
+    done = speedrun("train", "--recipe", recipe, "--track", track, "--dry-run")
+    assert done.code == 2
+    assert "There are no FineWeb train and no val shards in" in done.said
+    assert "NorMuon" in done.out
+    assert "tied, then split" in done.out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_cannot_fit_is_told_at_once(
+    speedrun: Speedrun, tokens: TokenFolder, tmp_path: Path, no_calibration: None
+) -> None:
+    huge = ["--model.width", "262144", "--model.heads", "2048", "--model.layers", "12"]
+    done = speedrun("train", "--data", tokens.path, *EIGHT, *huge, "--dry-run")
+    assert done.code == 2
+    assert "Weights, gradients and optimizer state alone take" in done.said
+    assert "choose a smaller model" in done.said
+    assert "attention" in done.out, "the tables come all the same"
+    assert list(tmp_path.iterdir()) == []
 
 
 # -------------------------------------------------------------------- resuming

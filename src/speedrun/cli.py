@@ -2,6 +2,7 @@
 
 speedrun train                      the pocket track with the default recipe
 speedrun train --help               every field of the recipe, with its meaning
+speedrun train --dry-run            what it would be: memory, time, and whether it fits
 """
 
 import dataclasses
@@ -9,7 +10,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,15 +34,16 @@ from speedrun.race import sweep as sweep_room
 from speedrun.recipes import DEFAULT, LINEAGE, get_recipe
 from speedrun.report.schedules import schedule_svg
 from speedrun.tracks import TRACKS, Track, get_track, own_track
+from speedrun.train import dryrun
 from speedrun.train import run as run_room
 from speedrun.train.config import Recipe, ValidationConfig, fields_of, meanings, recipe_from_dict
-from speedrun.train.device import Machine, choose
+from speedrun.train.device import CompilerConfig, Machine, choose
 from speedrun.train.loop import Options
 from speedrun.train.schedule import ScheduleConfig
 
 console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 say = console.print
-PARTS = ("model", "loader", "optim", "schedule", "validation")
+PARTS = ("model", "loader", "optim", "schedule", "validation", "compiler")
 
 
 def unset(kind: str) -> Any:
@@ -71,6 +73,23 @@ def option(args: Sequence[str], name: str) -> str | None:
         elif arg.startswith(f"--{name}="):
             value = arg.partition("=")[2]
     return value
+
+
+def with_value(args: Sequence[str], name: str) -> list[str]:
+    """A switch given alone means True: the parser wants a value after every option."""
+    flag = f"--{name}"
+    given = list(args)
+    for i in reversed(range(len(given))):
+        if given[i] == flag and (i + 1 == len(given) or given[i + 1].startswith("-")):
+            given.insert(i + 1, "True")
+    return given
+
+
+def grid(rows: Sequence[Sequence[str]]) -> None:
+    """Rows in columns, never folded: a table that is cut at the width of the terminal cannot be read or searched."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    for row in rows:
+        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 # -------------------------------------------------------------------- train
@@ -124,6 +143,9 @@ class Train:
     """Write the trained model at the end (outside the clock)."""
     sample: bool = True
     """Show a little text from the model at the end."""
+    dry_run: bool = False
+    """Train nothing and write nothing: say what the run would be, its memory and time, and whether it fits (exit code
+    0) or not (2). `--dry-run` alone will do."""
     machine: Annotated[Machinery, tyro.conf.arg(name="")] = field(default_factory=Machinery)
     model: GPTConfig = field(default_factory=GPTConfig)
     """The network."""
@@ -135,6 +157,8 @@ class Train:
     """Steps, batch and learning rate over time."""
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     """When and how the validation loss is measured."""
+    compiler: CompilerConfig = field(default_factory=CompilerConfig)
+    """What torch.compile is told beside the model."""
 
     @classmethod
     def from_recipe(cls, recipe: Recipe, **given: Any) -> "Train":
@@ -159,6 +183,7 @@ class Train:
 
 
 def train(args: Sequence[str]) -> int:
+    args = with_value(args, "dry-run")
     resume = option(args, "resume")
     folder = Path(resume) if resume and resume != "auto" else None
     if folder:
@@ -191,6 +216,10 @@ def run_training(given: Train, recipe: Recipe, track: Track) -> int:
         raise UserError(f"--seed is {given.seed}; it must lie between 0 and 2**63 - 1.")
     options = Options(given.seed, given.compile, every, given.keep, given.save, given.micro_rows)
     machine = given.machine.choose(recipe.model.head_width)
+    if given.dry_run:
+        if given.resume:
+            raise UserError(f"--dry-run does not go with --resume {given.resume}: it tells of a new run; drop one.")
+        return dry_run(dryrun.examine(recipe, track, machine, options, given.out or Path("runs")))
     where: Path | None = None
     if given.resume == "auto":
         where = given.out if given.out and (given.out / "run.json").exists() else None
@@ -236,6 +265,61 @@ def summarize(outcome: run_room.Outcome, given: Train, device: Any) -> int:
         say("sample       " + " ".join(text.split()))
     say(f"run folder   {outcome.folder}")
     return 0 if target is None or outcome.reached else 1
+
+
+def dry_run(found: dryrun.DryRun) -> int:
+    """Everything known beforehand, in tables; what does not fit comes last, as an error."""
+    size, recipe, memory = dryrun.gib, found.recipe, found.memory
+
+    def over(values: Iterable[float]) -> str:
+        return " > ".join(f"{value:.4g}" for value in values) or "-"
+
+    count = sum(kind.parameters for kind in found.kinds)
+    say(f"{recipe.name} at {recipe.track} size: {count / 1e6:.2f} M parameters, nothing is trained\n")
+    rows = [("parameters", "trained by", "tensors", "number", "learning rate", "weights", "state")]
+    for k in found.kinds:
+        rate = f"{k.lr:.4g}" + (f" ({k.multiplier:.4g}x)" if round(k.multiplier, 9) != 1 else "")
+        rows.append((k.kind, k.optimizer, f"{k.tensors}", f"{k.parameters:,}", rate, size(k.weights), size(k.state)))
+    grid(rows)
+    if recipe.optim.snoo.k:
+        say(f"Snoo around all of them, every {recipe.optim.snoo.k} steps; the state holds its copies.")
+    say(f"\n{recipe.schedule.tokens:,} training tokens in {recipe.schedule.total:,} steps")
+    rows = [("steps", "rows x length", "windows", "lr factor", "momentum", "loss weights", "head")]
+    for s in found.spans:
+        windows = "-" if s.windows is None else f"{s.windows.short}, {s.windows.long}"
+        weights = ", ".join(over(dict.fromkeys(pair)) for pair in s.predict)
+        head = "tied" if recipe.model.tied and (s.tied or not recipe.model.split) else "its own"
+        head += ", then split" if s.splits else ""
+        steps = f"{s.first}-{s.last}"
+        rows.append((steps, f"{s.rows} x {s.length}", windows, over(s.lr), over(s.momentum), weights, head))
+    grid(rows)
+    say("\nmemory")
+    grid(
+        [
+            ("weights", size(memory.weights), "with rotary tables"),
+            ("gradients", size(memory.gradients), ""),
+            ("optimizer state", size(memory.optimizer), "when it is fullest"),
+            ("copy of weights", size(memory.warm_up), "during the warm-up"),
+            ("this program", size(memory.process), ""),
+            ("activations", size(memory.activations), f"estimate for {memory.rows} rows at once, not compiled"),
+            ("validation", size(memory.validation), "estimate, not at the same time as activations"),
+            ("together", size(memory.total), "of " + ("?" if not found.memory_there else size(found.memory_there))),
+        ]
+    )
+    say(f"\ndisk         {found.checkpoints} x {size(found.checkpoint)} of checkpoints, {size(found.disk_free)} free")
+    per_token = found.flops / recipe.schedule.tokens
+    say(f"arithmetic   {per_token / 1e9:.3g} GFLOP per token, {found.flops:.3g} FLOP in all, without the optimizer's")
+    say(f"matmuls      {found.flops_per_second / 1e9:,.0f} GFLOP/s, measured here just now")
+    valid = found.validation_seconds
+    beside = "" if valid is None else f", and about {dryrun.duration(valid)} for validation outside the clock"
+    say(f"time         about {dryrun.duration(found.seconds)}{beside}")
+    say(f"             (an estimate: a training step gets about {dryrun.ATTAINABLE:g} of the speed of bare matmuls)")
+    for note in found.notes:
+        say(f"note         {note}")
+    if found.problems:
+        raise UserError("This run does not fit: " + " ".join(found.problems))
+    say("fits         as far as can be known beforehand")
+    return 0
 
 
 # -------------------------------------------------------------------- tracks and recipes

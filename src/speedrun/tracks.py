@@ -47,6 +47,8 @@ class Track:
     rules: tuple[str, ...] = RULES
     once: bool = False
     """Whether a run sees each training token at most once, so that one which needs more than there are is refused."""
+    compiler_flags: bool = True
+    """Whether a recipe may tell torch.compile more than what to compile."""
 
 
 TRACKS = {
@@ -68,6 +70,7 @@ TRACKS = {
             val_tokens=10_485_760,
             rules=SHORT_RULES,
             once=True,
+            compiler_flags=False,
         ),
         Track(
             name="medium",

@@ -89,7 +89,10 @@ def test_a_recipe_survives_its_run_json(name: str, track: str) -> None:
         ("gpt2", "short", 123.53),
         ("orthogonal-nesterov", "short", 123.53),
         ("muon", "short", 123.53),
+        ("adamw", "short", 123.53),
+        ("normuon", "short", 268.66),
         ("interleaved", "short", 268.66),
+        ("medium-before", "medium", 609.2),
         ("medium", "medium", 613.4),
     ],
 )
@@ -128,3 +131,9 @@ def test_at_pocket_depth_every_technique_keeps_a_place(name: str) -> None:
                   "second_embedding", "split", "yarn", "softcap", "attention_lambdas", "value_lambdas"):  # fmt: skip
         assert getattr(pocket, field) == getattr(native, field), field
     assert pocket.backout >= 0
+
+
+def test_only_the_earlier_medium_stack_tunes_its_kernels() -> None:
+    """The short track has forbidden it since its 21st record; the medium record did not use it."""
+    tuned = [(n, t) for n, sizes in LINEAGE.items() for t in sizes if get_recipe(n, t).compiler.coordinate_descent]
+    assert tuned == [("medium-before", "medium")]

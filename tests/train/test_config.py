@@ -67,6 +67,16 @@ def test_a_recipe_of_another_version_is_refused() -> None:
         recipe_from_dict({**stored, "model": 3})
 
 
+def test_a_run_from_before_the_compiler_had_fields_can_go_on() -> None:
+    recipe = get_recipe("adamw", "pocket")
+    stored = to_dict(recipe)
+    del stored["compiler"]
+    assert recipe_from_dict(stored) == recipe
+    stored["compiler"] = {}
+    with pytest.raises(UserError, match=r"compiler.coordinate_descent is missing"):
+        recipe_from_dict(stored)
+
+
 def test_an_unknown_recipe_or_size_is_refused() -> None:
     with pytest.raises(UserError, match="Did you mean 'adamw'"):
         get_recipe("adam", "pocket")

@@ -472,7 +472,7 @@ def flops_per_token(config: GPTConfig, length: int, windows: Windows | None = No
     seen = 0.0  # keys per query, on average
     for i in attention_layers:
         window = length if windows is None else (windows.long if i in c.long_layers else windows.short)
-        seen += length / 2 if window >= length else window
+        seen += length / 2 if window >= length else window - window**2 / (2 * length)
     return 6.0 * weights + 12 * c.width * seen
 
 

@@ -78,6 +78,15 @@ class Adam(SpeedrunOptimizer):
             "row_rate": rows, "row_bias": rows,
         }  # fmt: skip
 
+    def _state_layout(self, p: Tensor, group: Group) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        wide = torch.promote_types(p.dtype, torch.float32)
+        kept = ["exp_avg", "exp_avg_sq"]
+        kept += ["gradient_sum"] if group["every"] > 1 else []
+        kept += ["row_rate", "row_bias"] if group["row_beta1"] else []
+        shapes = self._state_shapes(p, group)
+        layout = {key: (shapes[key] or (), wide) for key in kept}
+        return {"step": ((), torch.float32), **layout}
+
     # ------------------------------------------------------------------ step
 
     def _update(self, work: list[Work], finite: float | Tensor) -> None:

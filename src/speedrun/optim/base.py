@@ -381,6 +381,23 @@ class SpeedrunOptimizer(Optimizer):
         """Every key that the state of `p` may have, with the shape it must have (None: any)."""
         raise NotImplementedError
 
+    def _state_layout(self, p: Tensor, group: Group) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of every tensor in the state of `p` when it is fullest, with the group's settings."""
+        raise NotImplementedError
+
+    def state_bytes(self) -> dict[Tensor, int]:
+        """How many bytes the state of each parameter takes when it is fullest. Allocates nothing: meta tensors will do.
+
+        Fullest is between two of Adam's turns, when gradients wait for the next one.
+        """
+        sizes = {}
+        for _, p, group in self._named():
+            layout = self._state_layout(p, group)
+            if self._is_exact(p, group):
+                layout["remainder"] = tuple(p.shape), torch.int16
+            sizes[p] = sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout.values())
+        return sizes
+
     def _check_state(self, name: str, p: Tensor, group: Group, state: dict[str, Any]) -> None:
         shapes = {**self._state_shapes(p, group), "remainder": tuple(p.shape), "checksum": None}
         for key, value in state.items():

@@ -117,6 +117,15 @@ class Combined(Optimizer):
             else:
                 optimizer.state.clear()
 
+    def state_bytes(self) -> dict[Tensor, int]:
+        """How many bytes the state of each parameter takes when it is fullest."""
+        sizes: dict[Tensor, int] = {}
+        for optimizer in self.optimizers:
+            if not isinstance(optimizer, SpeedrunOptimizer | Combined):
+                raise ValueError(f"{type(optimizer).__name__} does not say how large its state gets.")
+            sizes |= optimizer.state_bytes()
+        return sizes
+
     def master(self, p: Tensor) -> Tensor:
         return self._owner(p).master(p)
 

@@ -152,6 +152,11 @@ class Muon(SpeedrunOptimizer):
     def _state_shapes(self, p: Tensor, group: Group) -> dict[str, tuple[int, ...] | None]:
         return {"momentum_buffer": tuple(p.shape), "update_buffer": tuple(p.shape)}
 
+    def _state_layout(self, p: Tensor, group: Group) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        wide = torch.float64 if p.dtype == torch.float64 else torch.float32
+        unused = set() if group["update_ema"] else {"update_buffer"}
+        return {key: (shape or (), wide) for key, shape in self._state_shapes(p, group).items() if key not in unused}
+
     # ------------------------------------------------------------------ step
 
     def _update(self, work: list[Work], finite: float | Tensor) -> None:

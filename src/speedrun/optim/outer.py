@@ -96,6 +96,15 @@ class Snoo(Optimizer):
         self.count = 0
         self._start()
 
+    def state_bytes(self) -> dict[Tensor, int]:
+        """How many bytes each parameter takes here and in the inner optimizer, which must be one of this package."""
+        if not hasattr(self.optimizer, "state_bytes"):
+            raise ValueError(f"{type(self.optimizer).__name__} does not say how large its state gets.")
+        sizes: dict[Tensor, int] = self.optimizer.state_bytes()
+        for p, outer in zip(self._params(), self.outer, strict=True):
+            sizes[p] += 2 * outer.nbytes  # the outer weights and their momentum
+        return sizes
+
     def master(self, p: Tensor) -> Tensor:
         return self._masters.master(p)
 

@@ -2,7 +2,8 @@
 
 Record of the turn of 2026: 4,700 + 40 steps, 2.18 B tokens. What its text lists as not yet taken over is a switch here:
 Snoo (optim.snoo.k=28), the update's moving average (optim.muon.update_ema=0.2), Smear-MTP (model.smear_mtp), bf16
-weights (optim.weights=exact-bf16), cubic windows (schedule.window_cubic), the ISRU cap (model.softcap=isru).
+weights (optim.weights=exact-bf16), cubic windows (schedule.window_cubic), the ISRU cap (model.softcap=isru), kernels
+tuned by coordinate descent (compiler.coordinate_descent).
 """
 
 from dataclasses import replace

@@ -1,7 +1,8 @@
 """`medium-before`: what the medium record was timed against: Snoo, an averaged update, bf16 weights, cubic windows.
 
 5,535 steps of 524,288 tokens. Queries, keys and values are normalised instead of attention's input; the logits are
-bound by z / sqrt(z^2 + c^2); the final features of a position mix in those of the one before.
+bound by z / sqrt(z^2 + c^2); the final features of a position mix in those of the one before. Kernels were tuned by
+coordinate descent, which the medium track allows (compiler.coordinate_descent).
 """
 
 import math
@@ -12,6 +13,7 @@ from speedrun.model.gpt import GPTConfig
 from speedrun.optim.config import MuonPart, OptimConfig, Part, SnooPart
 from speedrun.recipes.normuon import BLOCK, FLOAT32_EPS
 from speedrun.train.config import Recipe, ValidationConfig
+from speedrun.train.device import CompilerConfig
 from speedrun.train.schedule import ScheduleConfig
 
 ABOUT = "the medium track's earlier stack: Snoo, update averaging, cubic windows, ISRU cap"
@@ -64,6 +66,7 @@ def medium() -> Recipe:
             momentum_warmup=300,
         ),
         validation=ValidationConfig(every=125, rows=1, length=65536),
+        compiler=CompilerConfig(coordinate_descent=True),
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from speedrun.data.loader import LoaderConfig
 from speedrun.errors import UserError, nearest
 from speedrun.model.gpt import GPTConfig
 from speedrun.optim.config import OptimConfig
+from speedrun.train.device import CompilerConfig
 from speedrun.train.schedule import ScheduleConfig
 
 
@@ -55,6 +56,8 @@ class Recipe:
     """Steps, batch and learning rate over time."""
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     """When and how the validation loss is measured."""
+    compiler: CompilerConfig = field(default_factory=CompilerConfig)
+    """What torch.compile is told beside the model."""
 
     def __post_init__(self) -> None:
         """What one part asks of another."""
@@ -144,8 +147,15 @@ def with_fields(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
         raise UserError(str(e)) from e
 
 
+# Parts that older run folders do not have, as they behaved then.
+LATER: dict[str, dict[str, Any]] = {"compiler": {"coordinate_descent": False}}
+
+
 def recipe_from_dict(stored: dict[str, Any]) -> Recipe:
-    """Rebuild a recipe from run.json, strictly: a missing or unknown field means another version wrote it."""
+    """Rebuild a recipe from run.json, strictly: a missing or unknown field means another version wrote it.
+
+    Only a whole part that came later may be missing, if its absence has one meaning: see `LATER`.
+    """
 
     def build(kind: type, values: Any, where: str) -> Any:
         if not isinstance(values, dict):
@@ -167,7 +177,7 @@ def recipe_from_dict(stored: dict[str, Any]) -> Recipe:
         except (TypeError, ValueError) as e:
             raise UserError(f"The stored recipe is damaged: {e}") from e
 
-    return build(Recipe, stored, "")
+    return build(Recipe, {**LATER, **stored} if isinstance(stored, dict) else stored, "")
 
 
 def as_tuple(value: Any) -> Any:

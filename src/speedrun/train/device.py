@@ -21,6 +21,13 @@ from speedrun.model.attention import Backend, choose_backend
 
 
 @dataclass(frozen=True)
+class CompilerConfig:
+    coordinate_descent: bool = False
+    """Let torch.compile search for better sizes of every GPU kernel, which takes many minutes before the clock starts.
+    The C++ kernels of a CPU have no such sizes: there it changes nothing. Forbidden on the short track."""
+
+
+@dataclass(frozen=True)
 class Machine:
     device: torch.device
     device_reason: str
@@ -165,7 +172,9 @@ def compiler_problem() -> str | None:
 Loss = Callable[..., torch.Tensor]
 
 
-def compiled(model: nn.Module, wanted: bool, device: torch.device) -> tuple[Loss, str | None]:
+def compiled(
+    model: nn.Module, wanted: bool, device: torch.device, config: CompilerConfig | None = None
+) -> tuple[Loss, str | None]:
     """(callable, None) when compiled, (the model itself, reason) when not."""
     if not wanted:
         return model, "turned off"
@@ -175,5 +184,8 @@ def compiled(model: nn.Module, wanted: bool, device: torch.device) -> tuple[Loss
     if problem:
         return model, problem
     torch._dynamo.config.recompile_limit = 64  # one graph for every stage of a schedule; all are made in the warm-up
-    call: Any = torch.compile(model, dynamic=False, fullgraph=True)
+    # Given to this one graph instead of set for the process: another model in it may want it otherwise.
+    options: dict[str, Any] = {"coordinate_descent_tuning": True}
+    tuned = config is not None and config.coordinate_descent
+    call: Any = torch.compile(model, dynamic=False, fullgraph=True, options=options if tuned else None)
     return call, None

@@ -114,7 +114,7 @@ class Trainer:
             self.model.store_matrices(torch.bfloat16)
         self.optimizer = build_optimizer(self.model.named_parameters(), recipe.optim)
         self.names: dict[nn.Parameter, str] = {p: n for n, p in self.model.named_parameters()}
-        self.loss_of, why_not = compiled(self.model, options.compile, self.device)
+        self.loss_of, why_not = compiled(self.model, options.compile, self.device, recipe.compiler)
         if why_not:
             self.say(f"torch.compile is not used: {why_not}")
         self.micro_rows = options.micro_rows

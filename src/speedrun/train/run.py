@@ -53,6 +53,15 @@ def check_supply(recipe: Recipe, tokens: TokenFolder, track: Track) -> None:
         fineweb.check_supply(tokens, recipe.loader, tokens=s.tokens, length=s.length)
 
 
+def obey(recipe: Recipe, track: Track) -> None:
+    """Refuse what the track's rules forbid."""
+    if recipe.compiler.coordinate_descent and not track.compiler_flags:
+        raise UserError(
+            f"compiler.coordinate_descent is True, but the rules of track {track.name!r} allow no extra compiler "
+            "flags; pass --compiler.coordinate-descent False."
+        )
+
+
 def start(
     recipe: Recipe,
     track: Track,
@@ -62,6 +71,7 @@ def start(
     out: Path | None = None,
     quiet: bool = False,
 ) -> Outcome:
+    obey(recipe, track)
     tokens = track.locate()
     recipe = fit_to_tokens(recipe, tokens, track)
     check_supply(recipe, tokens, track)
@@ -97,6 +107,7 @@ def resume(
     path: Path, recipe: Recipe, track: Track, machine: Machine, options: Options, *, quiet: bool = False
 ) -> Outcome:
     """Continue the run in `path`, which must have been started with this recipe, track, data and seed."""
+    obey(recipe, track)
     problem = obstacle(path, recipe, track, options.seed)
     if problem:
         raise UserError(problem)

@@ -8,6 +8,7 @@ batch, the extension's window. A *ramp* (batch_ramp, lr_ramp, window_ramp) divid
 """
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 
@@ -246,12 +247,11 @@ class ScheduleConfig:
         if not self.has_windows:
             return ()
         if self.window_cubic:
-            found = [self._long(s) for s in range(step + 1)]
-        else:
-            slots = len(self.window_ramp)
-            found = list(self.window_ramp[: self._slot(min(step, self.steps - 1), slots) + 1])
-            if step >= self.steps and self.window_extension:
-                found.append(self.window_extension)
+            return tuple(window for first, window in _cubic_changes(self) if first <= step)
+        slots = len(self.window_ramp)
+        found = list(self.window_ramp[: self._slot(min(step, self.steps - 1), slots) + 1])
+        if step >= self.steps and self.window_extension:
+            found.append(self.window_extension)
         return tuple(w for i, w in enumerate(found) if i == 0 or w != found[i - 1])
 
     def _momentum(self, step: int) -> float | None:
@@ -275,3 +275,14 @@ class ScheduleConfig:
         if u < 2 / 3:
             return (1.0, 0.5 * (1 - (3 * u - 1)))
         return (1.0,)
+
+
+@functools.lru_cache(maxsize=16)  # asked for at every step, and it walks over all of them
+def _cubic_changes(schedule: ScheduleConfig) -> tuple[tuple[int, int], ...]:
+    """(first step, long window) wherever the long window changes."""
+    found: list[tuple[int, int]] = []
+    for step in range(schedule.total):
+        window = schedule._long(step)
+        if not found or window != found[-1][1]:
+            found.append((step, window))
+    return tuple(found)

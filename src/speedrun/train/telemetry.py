@@ -71,6 +71,16 @@ def peak_memory_mib(device: torch.device | str) -> dict[str, float]:
     return peak
 
 
+def memory_bytes(device: torch.device, root: Path = _SYS) -> int | None:
+    """All memory that a run on `device` may use: the GPU's, or the machine's, or less where a container is limited."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    limits = [mib * _MIB for mib in (_memory_mib()["memory_total_mib"],) if mib is not None]
+    granted = _read(root / "fs/cgroup/memory.max") or ""
+    limits += [int(granted)] if granted.isdigit() else []
+    return int(min(limits)) if limits else None
+
+
 def summary(snapshot: dict[str, Any]) -> str:
     """One line for the log."""
     parts = [str(snapshot.get("cpu_model", "unknown CPU"))]

@@ -1,0 +1,459 @@
+"""What a run would be, without running it: `speedrun train --dry-run`.
+
+Parameters and who trains them, the stages of the schedule, memory, arithmetic, an estimate of the time, and what does
+not fit. Nothing is trained and nothing is written. The model is built without memory, so a recipe of any size is looked
+at in seconds on a small machine.
+
+What is exact: parameters, stages, tokens, and the bytes of weights, gradients, optimizer state and checkpoints. What is
+an estimate, and is called so: activations, the memory of a validation batch, FLOPs (the optimizer's own are left out)
+and with them the time.
+"""
+
+import math
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from speedrun.data.shards import TokenFolder
+from speedrun.errors import UserError
+from speedrun.model.gpt import GPT, GPTConfig, Windows, flops_per_token
+from speedrun.optim import Combined, Muon, Snoo
+from speedrun.optim.base import value_at
+from speedrun.optim.config import build_optimizer, part_of
+from speedrun.tracks import Track
+from speedrun.train import telemetry
+from speedrun.train.clock import synchronize
+from speedrun.train.config import Recipe
+from speedrun.train.device import Machine
+from speedrun.train.loop import Options
+from speedrun.train.run import check_supply, fit_to_tokens, obey
+from speedrun.train.schedule import ScheduleConfig, Stage
+
+# A training step reaches this share of the FLOP/s of bare matmuls. benchmarks/throughput.py measures 0.65 for `adamw`
+# on two CPU cores; recipes with gates, windows and orthogonalised updates get less.
+ATTAINABLE = 0.5
+LOGIT_COPIES = 3  # live at once in a forward pass without gradients: before, within and after the cap on the logits
+GRADIENT_COPIES = 2  # of the logits, when the backward pass begins
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Parameters of one kind that one optimizer trains at one rate."""
+
+    kind: str
+    optimizer: str
+    tensors: int
+    parameters: int
+    lr: float
+    """Base rate times multiplier, before the schedule."""
+    multiplier: float
+    weights: int
+    """Bytes."""
+    state: int
+    """Bytes of the optimizer's state when it is fullest."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Steps `first` to `last`, both included, with the same batch, windows, number of predicted tokens and head."""
+
+    first: int
+    last: int
+    rows: int
+    length: int
+    windows: Windows | None
+    lr: tuple[float, ...]
+    """The factor at the first step, wherever it turns, and at the last step."""
+    momentum: tuple[float, ...]
+    """The same; empty when the schedule leaves Muon's momentum alone."""
+    predict: tuple[tuple[float, float], ...]
+    """The first and last weight of each predicted token's loss."""
+    tied: bool
+    splits: bool
+    """Whether the head becomes a table of its own at the end of the last step."""
+
+    @property
+    def steps(self) -> int:
+        return self.last - self.first + 1
+
+    @property
+    def tokens(self) -> int:
+        return self.steps * self.rows * self.length
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes."""
+
+    weights: int
+    """With the tables of rotary positions."""
+    gradients: int
+    optimizer: int
+    warm_up: int
+    """The copy of the weights that the warm-up puts back."""
+    process: int
+    """What this program has already."""
+    row: int
+    """Estimate: what a training row of the largest stage keeps until its backward pass, without torch.compile."""
+    rows: int
+    """Rows of the largest micro-batch."""
+    validation: int
+    """Estimate: the logits of a validation batch."""
+
+    @property
+    def fixed(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.warm_up + self.process
+
+    @property
+    def activations(self) -> int:
+        return self.row * self.rows
+
+    @property
+    def total(self) -> int:
+        return self.fixed + max(self.activations, self.validation)
+
+
+@dataclass(frozen=True)
+class DryRun:
+    recipe: Recipe
+    kinds: tuple[Kind, ...]
+    spans: tuple[Span, ...]
+    memory: Memory
+    memory_there: int | None
+    """Bytes that this machine, or its GPU, has; None: it does not tell."""
+    checkpoint: int
+    """Bytes of one."""
+    checkpoints: int
+    """How many lie on the disk at once, the one being written included."""
+    disk_free: int
+    flops: float
+    """Of the whole training: forward and backward."""
+    validation_flops: float | None
+    """Of all validations; None when the number of tokens is not known."""
+    flops_per_second: float
+    """Of bare matmuls here, measured."""
+    tokens_there: int | None
+    """Training tokens in the data; None: it is not there."""
+    problems: tuple[str, ...]
+    """What does not fit, a sentence each."""
+    notes: tuple[str, ...]
+    """What fits, but should be known."""
+
+    @property
+    def seconds(self) -> float:
+        return self.flops / (ATTAINABLE * self.flops_per_second)
+
+    @property
+    def validation_seconds(self) -> float | None:
+        known = self.validation_flops
+        return None if known is None else known / (ATTAINABLE * self.flops_per_second)
+
+
+def examine(recipe: Recipe, track: Track, machine: Machine, options: Options, out: Path) -> DryRun:
+    """Everything about a run of this recipe into `out`. Raises UserError only where the recipe breaks a rule."""
+    obey(recipe, track)
+    problems: list[str] = []
+    notes: list[str] = []
+    tokens_there, validated = None, track.val_tokens
+    try:
+        tokens = track.locate()
+        tokens_there, val = tokens.tokens("train"), tokens.tokens("val")
+    except UserError as e:
+        problems.append(str(e))
+    else:
+        recipe = fit_to_tokens(recipe, tokens, track)
+        validated = validated or val
+        data_problems(recipe, track, tokens, problems, notes)
+    schedule = recipe.schedule
+    with torch.device("meta"):
+        model = GPT(recipe.model, recipe.context)
+        if recipe.optim.weights != "float32":
+            model.store_matrices(torch.bfloat16)
+        optimizer = build_optimizer(model.named_parameters(), recipe.optim)
+    states: dict[Any, int] = optimizer.state_bytes()  # type: ignore[attr-defined]
+    names = {p: name for name, p in model.named_parameters()}
+    there = telemetry.memory_bytes(machine.device)
+    memory = memory_of(recipe, machine, options, model, sum(states.values()), there)
+    problems += memory_problems(memory, there, recipe)
+    asked = options.micro_rows or max(rows for rows, _ in schedule.shapes())
+    if memory.rows < asked:
+        notes.append(f"Micro-batches of {memory.rows} of {asked} rows: more do not fit into memory at once.")
+
+    size = checkpoint_bytes(recipe, names, states)
+    count = options.keep + 1 if options.checkpoint_every else int(options.final_checkpoint)
+    free = shutil.disk_usage(next(p for p in (out.absolute(), *out.absolute().parents) if p.is_dir())).free
+    if size * count > free:
+        problems.append(
+            f"Checkpoints take {gib(size * count)} ({count} of {gib(size)}), but the disk of {out} has {gib(free)} "
+            "left; free some, or choose another disk with --out, or fewer with --keep 1 or --save False "
+            "--checkpoint-every 0."
+        )
+    laid = spans_of(schedule)
+    last = schedule.after(schedule.total)
+    once = flops_per_token(recipe.model, recipe.validation.length, last.windows) / 3  # forward alone
+    every = recipe.validation.every
+    times = math.ceil(schedule.total / every) + recipe.validation.first
+    return DryRun(
+        recipe=recipe,
+        kinds=kinds_of(optimizer, names, states, recipe),
+        spans=laid,
+        memory=memory,
+        memory_there=there,
+        checkpoint=size,
+        checkpoints=count,
+        disk_free=free,
+        flops=sum(s.tokens * flops_per_token(recipe.model, s.length, s.windows) for s in laid),
+        validation_flops=None if validated is None else validated * times * once,
+        flops_per_second=matmul_speed(machine, recipe.model),
+        tokens_there=tokens_there,
+        problems=tuple(problems),
+        notes=tuple(notes),
+    )
+
+
+# -------------------------------------------------------------------- parameters
+
+
+def kind_of(name: str) -> str:
+    """What a person would call a parameter: the part of the model, and which matrix inside the blocks."""
+    if part_of(name) != "blocks":
+        return part_of(name).replace("_", " ")
+    if ".attention." in name:
+        return "attention"
+    return "MLP up" if name.endswith("up.weight") else "MLP down"
+
+
+def members_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    if isinstance(optimizer, Snoo):
+        return members_of(optimizer.optimizer)
+    return list(optimizer.optimizers) if isinstance(optimizer, Combined) else [optimizer]
+
+
+def kinds_of(
+    optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], states: dict[Any, int], recipe: Recipe
+) -> tuple[Kind, ...]:
+    rows: dict[tuple[str, str, float, float], list[nn.Parameter]] = {}
+    for member in members_of(optimizer):
+        for group in member.param_groups:
+            base = recipe.optim.muon.lr if isinstance(member, Muon) else recipe.optim.lr
+            who = type(member).__name__
+            if who == "Adam" and group["weight_decay"] and group["decay"] == "decoupled":
+                who = "AdamW"
+            for index, p in enumerate(group["params"]):
+                lr = group["initial_lr"] * value_at(group["lr_mul"], index)
+                rows.setdefault((kind_of(names[p]), who, lr, lr / base if base else 1.0), []).append(p)
+    return tuple(
+        Kind(
+            kind, who, len(ps), sum(p.numel() for p in ps), lr, multiplier, sum(p.nbytes for p in ps),
+            sum(states[p] for p in ps),
+        )
+        for (kind, who, lr, multiplier), ps in rows.items()
+    )  # fmt: skip
+
+
+# -------------------------------------------------------------------- stages
+
+
+def spans_of(schedule: ScheduleConfig) -> tuple[Span, ...]:
+    """The schedule as a table: one row wherever something else than a rate, a momentum or a weight changes."""
+
+    def alike(s: Stage) -> tuple[object, ...]:
+        return s.rows, s.length, s.windows, len(s.predict), s.tied
+
+    groups: list[list[Stage]] = []
+    for step in range(schedule.total):
+        stage = schedule.at(step)
+        if groups and alike(groups[-1][-1]) == alike(stage):
+            groups[-1].append(stage)
+        else:
+            groups.append([stage])
+    return tuple(
+        Span(
+            first=g[0].step,
+            last=g[-1].step,
+            rows=g[0].rows,
+            length=g[0].length,
+            windows=g[0].windows,
+            lr=turns([s.lr for s in g]),
+            momentum=turns([s.momentum for s in g if s.momentum is not None]),
+            predict=tuple(zip(g[0].predict, g[-1].predict, strict=True)),
+            tied=g[0].tied,
+            splits=g[-1].splits,
+        )
+        for g in groups
+    )
+
+
+def turns(values: Sequence[float]) -> tuple[float, ...]:
+    """The first value, each value at which rising becomes falling or the reverse, and the last one."""
+    found: list[float] = []
+    for value in values:
+        if found and value == found[-1]:
+            continue
+        if len(found) > 1 and (found[-1] > found[-2]) == (value > found[-1]):
+            found[-1] = value
+        else:
+            found.append(value)
+    return tuple(found)
+
+
+# -------------------------------------------------------------------- memory and disk
+
+
+def memory_of(recipe: Recipe, machine: Machine, options: Options, model: GPT, state: int, there: int | None) -> Memory:
+    weights = sum(p.nbytes for p in model.parameters())
+    largest = max(recipe.schedule.visits(), key=lambda s: (s.tokens, s.windows or (), len(s.predict)))
+    v = recipe.validation
+    process = int(telemetry.snapshot().get("process_mib", 0) * 2**20) if machine.device.type != "cuda" else 0
+    memory = Memory(
+        weights=weights + sum(b.nbytes for b in model.buffers()),
+        gradients=weights,
+        optimizer=state,
+        warm_up=weights,
+        process=process,
+        row=row_bytes(recipe, machine, largest),
+        rows=options.micro_rows or largest.rows,
+        validation=LOGIT_COPIES * 4 * v.rows * v.length * recipe.model.vocab,
+    )
+    rows = memory.rows
+    while machine.device.type == "cuda" and there and rows > 1 and memory.fixed + rows * memory.row > there:
+        rows //= 2  # as the loop does when a GPU runs out of memory; a CPU's system may kill the process instead
+    return Memory(**{**vars(memory), "rows": rows})
+
+
+def row_bytes(recipe: Recipe, machine: Machine, stage: Stage) -> int:
+    """Bytes that autograd keeps for one row, and the gradients of its logits; from a forward pass without memory."""
+    kept: dict[int, int] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        kept[storage._cdata] = storage.nbytes()
+        return x
+
+    with FakeTensorMode(), torch.device(machine.device):
+        model = GPT(recipe.model, recipe.context)
+        if recipe.optim.weights != "float32":
+            model.store_matrices(torch.bfloat16)
+        ids = torch.zeros(1, stage.length, dtype=torch.long)
+        documents = torch.zeros_like(ids) if recipe.loader.packing == "documents" else None
+        weights = torch.zeros(len(stage.predict)) if len(stage.predict) > 1 else None
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), machine.arithmetic():
+            loss = model(ids, ids, documents, stage.windows, weights, stage.tied)
+        own = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
+        saved = sum(size for storage, size in kept.items() if storage not in own)
+        del loss
+    return saved + GRADIENT_COPIES * 4 * stage.length * recipe.model.vocab
+
+
+def memory_problems(memory: Memory, there: int | None, recipe: Recipe) -> list[str]:
+    if there is None or memory.total <= there:
+        return []
+    left = there - memory.fixed
+    if left <= 0:
+        return [
+            f"Weights, gradients and optimizer state alone take {gib(memory.fixed)}, but there are {gib(there)} of "
+            "memory; choose a smaller model (--model.width, --model.layers) or another machine."
+        ]
+    problems = []
+    if memory.activations > left:
+        fits = left // memory.row
+        way = f"pass --micro-rows {fits}" if fits else "shorten the rows (--schedule.length)"
+        problems.append(
+            f"A micro-batch of {memory.rows} rows takes about {gib(memory.activations)} beside the {gib(memory.fixed)} "
+            f"of weights, gradients and optimizer state, but there are {gib(there)} of memory; {way}, or choose "
+            "another machine."
+        )
+    v = recipe.validation
+    if memory.validation > left:
+        fits = left // (LOGIT_COPIES * 4 * recipe.model.vocab)
+        way = "choose another machine"
+        if fits >= v.length:
+            way = f"pass --validation.rows {fits // v.length}"
+        elif fits:
+            way = f"pass --validation.rows 1 --validation.length {2 ** int(math.log2(fits))} or less, with which the "
+            way += "loss is measured on less context"
+        problems.append(
+            f"A validation batch of {v.rows} x {v.length} tokens takes about {gib(memory.validation)} for its logits, "
+            f"but {gib(left)} of memory are left for it; {way}."
+        )
+    return problems
+
+
+def checkpoint_bytes(recipe: Recipe, names: dict[nn.Parameter, str], states: dict[Any, int]) -> int:
+    """A checkpoint holds exact weights as float32, in place of their remainders."""
+    exact = recipe.optim.weights == "exact-bf16"
+    total = 0
+    for p in names:
+        joined = exact and p.dtype == torch.bfloat16
+        total += states[p] - (2 * p.numel() if joined else 0) + (4 * p.numel() if joined else p.nbytes)
+    return total
+
+
+# -------------------------------------------------------------------- data
+
+
+def data_problems(recipe: Recipe, track: Track, tokens: TokenFolder, problems: list[str], notes: list[str]) -> None:
+    """Adds what is wrong with, or worth knowing of, the tokens that are there."""
+    train, val = tokens.tokens("train"), tokens.tokens("val")
+    if tokens.vocab_size > recipe.model.vocab:
+        problems.append(
+            f"The data has {tokens.vocab_size} different tokens, the model only {recipe.model.vocab}; "
+            f"pass --model.vocab {tokens.vocab_size}."
+        )
+    needed = recipe.schedule.tokens
+    try:
+        check_supply(recipe, tokens, track)
+    except UserError as e:
+        problems.append(str(e))
+    if needed > train and not track.once:
+        notes.append(f"The run goes through the {train:,} training tokens about {needed / train:.1f} times.")
+    if track.val_tokens and val - 1 < track.val_tokens:
+        problems.append(
+            f"Validation takes {track.val_tokens:,} tokens, but {tokens.path} has {val:,}; get the whole val shard."
+        )
+
+
+# -------------------------------------------------------------------- time
+
+
+def matmul_speed(machine: Machine, config: GPTConfig, seconds: float = 1.0) -> float:
+    """FLOP/s of the MLP's first matmul, with 1,024 tokens, in the arithmetic of the run; measured for about a second.
+
+    The largest of several attempts: what else the machine does at this moment is not the run's.
+    """
+    width, hidden, tokens = min(config.width, 2048), min(config.mlp_width, 8192), 1024
+    x = torch.randn(tokens, width, device=machine.device, dtype=machine.dtype)
+    w = torch.randn(hidden, width, device=machine.device, dtype=machine.dtype)
+    repeats = max(1, int(1e9 / (2 * tokens * width * hidden)))  # so that an attempt is longer than the clock is coarse
+    best, until = math.inf, time.perf_counter() + seconds
+    for attempt in range(1000):
+        synchronize(machine.device)
+        began = time.perf_counter()
+        for _ in range(repeats):
+            x @ w.t()
+        synchronize(machine.device)
+        took = time.perf_counter() - began
+        if attempt:  # the first one starts threads and fills caches
+            best = min(best, took)
+        if attempt and time.perf_counter() > until:
+            break
+    return 2.0 * repeats * tokens * width * hidden / best
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:,.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.1f} MiB"
+
+
+def duration(seconds: float) -> str:
+    for unit, length in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:,.0f} {unit}"
+    return f"{seconds:.0f} seconds"

@@ -1,0 +1,84 @@
+"""What a dry run counts without memory is what a real run of every recipe takes."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from speedrun.data.shards import TokenFolder
+from speedrun.model.gpt import GPT
+from speedrun.optim import Snoo
+from speedrun.optim.config import build_optimizer
+from speedrun.recipes import LINEAGE
+from speedrun.train import checkpoint
+from speedrun.train.device import choose
+from speedrun.train.dryrun import checkpoint_bytes, kinds_of
+from speedrun.train.loop import Options, Trainer
+from speedrun.train.progress import Report
+from speedrun.train.runlog import RunFolder
+from tests.recipes.test_lineage import tiny
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of every tensor that an optimizer really holds."""
+    held = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+    if isinstance(optimizer, Snoo):
+        held += [*optimizer.outer, *(b for b in optimizer.buffers if b is not None)]
+    return sum(t.nbytes for t in held)
+
+
+@pytest.mark.parametrize("name", LINEAGE)
+def test_state_weights_and_checkpoint_have_the_bytes_that_were_foretold(
+    name: str, tokens: TokenFolder, tmp_path: Path
+) -> None:
+    recipe = tiny(name)
+    with torch.device("meta"):
+        model = GPT(recipe.model, recipe.context)
+        if recipe.optim.weights != "float32":
+            model.store_matrices(torch.bfloat16)
+        optimizer = build_optimizer(model.named_parameters(), recipe.optim)
+    states = optimizer.state_bytes()  # type: ignore[attr-defined]
+    names = {p: n for n, p in model.named_parameters()}
+
+    run = RunFolder.create(tmp_path / "run", {"recipe": name}, console=lambda line: None)
+    report = Report(recipe.schedule.total, quiet=True)
+    trainer = Trainer(recipe, tokens, choose("cpu", "float32", 1), Options(compile=False), run, report)
+    fullest = 0
+    with contextlib.closing(trainer.batches()) as batches:
+        for step in range(recipe.schedule.total):
+            trainer.step(recipe.schedule.at(step), batches.next())
+            if state_of(trainer.optimizer) > fullest:
+                fullest = state_of(trainer.optimizer)
+                trainer.save(step + 1)
+    assert fullest == sum(states.values())
+    kinds = kinds_of(optimizer, names, states, recipe)
+    assert sum(k.weights for k in kinds) == sum(p.nbytes for p in trainer.model.parameters())
+    assert sum(k.parameters for k in kinds) == sum(p.numel() for p in trainer.model.parameters())
+    assert sum(k.state for k in kinds) == fullest
+    saved = checkpoint.newest_good(run.checkpoints, notice=print)
+    assert saved is not None
+    assert sum(t.nbytes for t in saved.tensors.values()) == checkpoint_bytes(recipe, names, states)
+
+
+def test_each_kind_has_its_optimizer_and_its_rate() -> None:
+    recipe = tiny("interleaved")
+    with torch.device("meta"):
+        model = GPT(recipe.model, recipe.context)
+        optimizer = build_optimizer(model.named_parameters(), recipe.optim)
+    names = {p: n for n, p in model.named_parameters()}
+    states = optimizer.state_bytes()  # type: ignore[attr-defined]
+    found = {k.kind: (k.optimizer, round(k.multiplier, 6)) for k in kinds_of(optimizer, names, states, recipe)}
+    assert found == {
+        "attention": ("NorMuon", 2.0),
+        "MLP up": ("NorMuon", 1.0),
+        "MLP down": ("NorMuon", 4.0),
+        "embed": ("Adam", 1.0),
+        "head": ("Adam", 1.0),
+        "values": ("Adam", 75.0),
+        "gates": ("Adam", 1.0),
+        "smear gate": ("Adam", 0.01),
+        "skip gates": ("Adam", 0.05),
+        "x0": ("Adam", 5.0),
+        "scalars": ("Adam", 5.0),
+    }
