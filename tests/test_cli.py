@@ -135,9 +135,12 @@ MISTAKES = [
     ("train --model.heads 5", "model.heads may be one of 1, 2, 4, 8,"),
     (
         "train --recipe interleaved --schedule.window-ramp 272",
-        "A window of 272 tokens is longer than what a row holds of one document (256 tokens)",
+        "A window of 272 tokens is longer than what a row holds of one document (128 tokens)",
     ),
-    ("train --recipe interleaved --model.layers 3", "model.long_layers names layer 3, but the model has 3 layers, 0 to 2."),
+    (
+        "train --recipe interleaved --model.layers 3",
+        "model.long_layers names layer 3, but the model has 3 layers, 0 to 2.",
+    ),
     ("train --recipe interleaved --model.gate-inputs 999", "model.gate_inputs is 999; the gates read 1 to"),
     ("train --schedule.warmup 0.9 --schedule.cooldown 0.9", "their sum may be at most 1."),
     ("train --schedule.steps many", "invalid literal for int() with base 10: 'many'"),

@@ -16,7 +16,7 @@ LINEAGE: dict[str, dict[str, Callable[[], Recipe]]] = {
     "medium-before": medium_before.SIZES,
     "medium": medium.SIZES,
 }
-DEFAULT = "adamw"
+DEFAULT = "normuon"
 
 
 def get_recipe(name: str, track: str) -> Recipe:

@@ -48,14 +48,14 @@ def pocket() -> Recipe:
             long_layers=(0, 3), no_attention=(2,), value_tables=2, value_layers=((0, 0), (1, 1), (3, 0)),
             skips=((0, 2),), backout=2,
         ),
-        loader=LoaderConfig(packing="documents", order="shuffle", max_document=256),
-        optim=replace(OPTIM, lr=0.004),
+        loader=LoaderConfig(packing="documents", order="rows", max_document=128),
+        optim=replace(OPTIM, lr=0.016),
         schedule=ScheduleConfig(
-            steps=1600, extension=40, length=256, warmup=0.0, cooldown=0.5, floor=0.1, batch_ramp=(2, 4, 6),
-            lr_ramp=(1.0, 1.52, 1.73), window_ramp=(32, 64, 96), window_extension=128, window_final=160,
+            steps=700, extension=40, length=128, warmup=0.0, cooldown=0.5, floor=0.1, batch_ramp=(8, 16, 24),
+            lr_ramp=(1.0, 1.52, 1.73), window_ramp=(32, 64, 96), window_extension=112, window_final=128,
             window_block=16, momentum_warmup=200, momentum_cooldown=50, predict=3, split=2 / 3,
         ),
-        validation=ValidationConfig(every=500, rows=32, length=256),
+        validation=ValidationConfig(every=250, rows=64, length=128),
     )  # fmt: skip
 
 

@@ -39,13 +39,13 @@ def pocket() -> Recipe:
             FORM, vocab=4096, layers=4, width=128, heads=4, long_layers=(0, 3), no_attention=(2,), value_tables=2,
             value_layers=((0, 0), (1, 1), (3, 0)), skips=((0, 2), (1, 3)), backout=2, rotary_base=256.0,
         ),
-        loader=LoaderConfig(packing="documents", order="shuffle", max_document=256),
-        optim=replace(OPTIM, lr=0.08, head=Part(0.05), muon=replace(OPTIM.muon, lr=0.03)),
+        loader=LoaderConfig(packing="documents", order="rows", max_document=128),
+        optim=replace(OPTIM, head=Part(0.05)),
         schedule=ScheduleConfig(
-            steps=1600, rows=4, length=256, warmup=0.0, cooldown=0.7, floor=0.01, window_cubic=160, window_block=32,
+            steps=750, rows=16, length=128, warmup=0.0, cooldown=0.7, floor=0.01, window_cubic=128, window_block=32,
             momentum_warmup=200,
         ),
-        validation=ValidationConfig(every=500, rows=32, length=256),
+        validation=ValidationConfig(every=250, rows=64, length=128),
     )  # fmt: skip
 
 

@@ -40,13 +40,13 @@ def pocket() -> Recipe:
             FORM, vocab=4096, layers=4, width=128, heads=4, gate_inputs=12, long_layers=(0, 3), no_attention=(2,),
             value_tables=2, value_layers=((0, 0), (1, 1), (3, 0)), skips=((1, 2), (0, 3)), backout=2, rotary_base=256.0,
         ),
-        loader=LoaderConfig(packing="documents", order="shuffle", max_document=256),
-        optim=replace(OPTIM, lr=0.002, embed=Part(lr=40.0), values=Part(lr=40.0), muon=MuonPart(lr=0.03, gates=True)),
+        loader=LoaderConfig(packing="documents", order="rows", max_document=128),
+        optim=replace(OPTIM, lr=0.016, embed=Part(lr=40.0), values=Part(lr=40.0)),
         schedule=ScheduleConfig(
-            steps=1600, extension=40, rows=4, length=256, warmup=0.0, cooldown=0.5, floor=0.1, window_ramp=(32, 64, 96),
-            window_extension=128, window_final=160, window_block=16, momentum_warmup=200, momentum_cooldown=50,
+            steps=640, extension=40, rows=16, length=128, warmup=0.0, cooldown=0.5, floor=0.1, window_ramp=(32, 64, 96),
+            window_extension=112, window_final=128, window_block=16, momentum_warmup=200, momentum_cooldown=50,
         ),
-        validation=ValidationConfig(every=500, rows=32, length=256),
+        validation=ValidationConfig(every=200, rows=64, length=128),
     )  # fmt: skip
 
 

@@ -22,7 +22,8 @@ def pocket() -> Recipe:
         base,
         name="orthogonal-nesterov",
         about=ABOUT,
-        optim=replace(base.optim, matrices="muon", muon=replace(MUON, lr=0.05)),
+        optim=replace(base.optim, lr=0.003, matrices="muon", muon=replace(MUON, lr=0.015, weight_decay=0.07)),
+        schedule=replace(base.schedule, steps=2150),
     )
 
 
