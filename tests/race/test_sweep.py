@@ -21,8 +21,8 @@ from speedrun.recipes import get_recipe
 from tests.conftest import make_token_folder
 
 TINY = shlex.split(
-    "--fix model.layers=1 model.width=32 model.heads=2 schedule.steps=4 schedule.rows=2 schedule.length=32 "
-    "validation.length=32 validation.rows=4 --threads 1"
+    "--recipe adamw --fix model.layers=1 model.width=32 model.heads=2 schedule.steps=4 schedule.rows=2 "
+    "schedule.length=32 validation.length=32 validation.rows=4 --threads 1"
 )
 RECIPE = get_recipe("adamw", "pocket")
 LR = RECIPE.optim.lr

@@ -11,6 +11,7 @@ import pytest
 from speedrun.data.shards import TokenFolder
 
 FLAGS = {
+    "recipe": "adamw",
     "model.layers": "2",
     "model.width": "64",
     "model.heads": "2",
