@@ -195,7 +195,10 @@ MISTAKES = [
     ("data fetch fineweb10B --chunks 104", "fineweb10B has training chunks 1 to 103, so --chunks 104 is not possible."),
     ("data fetch fineweb10B --chunks 2 --track short", "--chunks 2 says it already; drop --recipe and --track."),
     ("data fetch fineweb10B --track pocket", "Track 'pocket' does not use fineweb10B; choose short or medium."),
-    ("data fetch fineweb10B --track medium", "Recipe 'adamw' has no size for track 'medium'; it has pocket, short."),
+    (
+        "data fetch fineweb10B --track medium --recipe adamw",
+        "Recipe 'adamw' has no size for track 'medium'; it has pocket, short.",
+    ),
     ("doctor --device tpu", "Unknown device 'tpu'"),
     ("doctor --device cpu --attention fa3", "NVIDIA Hopper GPU, compute capability 9.x (the device is cpu); here"),
     ("sample nowhere", "There is no run folder nowhere."),
@@ -590,6 +593,11 @@ def test_the_recipes_are_listed(speedrun: Speedrun) -> None:
     assert done.code == 0
     assert all(name in done.out for name in LINEAGE)
     assert f"{DEFAULT} (default)" in done.out
+
+
+def test_a_track_without_the_default_recipe_takes_the_newest_that_has_its_size(speedrun: Speedrun) -> None:
+    assert speedrun("recipes", "show", "--track", "short").out.startswith(f"{DEFAULT} at short size")
+    assert speedrun("recipes", "show", "--track", "medium").out.startswith("medium at medium size")
 
 
 def test_a_recipe_is_shown_with_every_field_and_its_meaning(speedrun: Speedrun) -> None:

@@ -31,7 +31,7 @@ from speedrun.files import write_atomic
 from speedrun.model.gpt import GPTConfig, count_parameters
 from speedrun.optim.config import OptimConfig
 from speedrun.race import sweep as sweep_room
-from speedrun.recipes import DEFAULT, LINEAGE, get_recipe
+from speedrun.recipes import DEFAULT, LINEAGE, default_for, get_recipe
 from speedrun.report.schedules import schedule_svg
 from speedrun.tracks import TRACKS, Track, get_track, own_track
 from speedrun.train import dryrun
@@ -190,7 +190,7 @@ def train(args: Sequence[str]) -> int:
         base, default = Train.from_run(folder)
     else:
         track_name = get_track(option(args, "track") or "pocket").name
-        base = get_recipe(option(args, "recipe") or DEFAULT, track_name)
+        base = get_recipe(option(args, "recipe") or default_for(track_name), track_name)
         default = Train.from_recipe(base)
     given: Train = parse(Train, "train", args, default, "Train one model to a track's target; leaves a run folder.")
     recipe = given.resolved(base)
@@ -378,7 +378,8 @@ def recipes(args: Sequence[str]) -> int:
         return 0
     if given.action != "show":
         raise UserError(f"Unknown action {given.action!r}; use `speedrun recipes` or `speedrun recipes show NAME`.")
-    recipe = get_recipe(given.name or DEFAULT, get_track(given.track).name)
+    track_name = get_track(given.track).name
+    recipe = get_recipe(given.name or default_for(track_name), track_name)
     counts = count_parameters(recipe.model)
     say(f"{recipe.name} at {recipe.track} size: {recipe.about}")
     parts = ", ".join(f"{k} {v / 1e6:.2f} M" for k, v in counts.items())
@@ -472,7 +473,7 @@ def _fetch(args: Sequence[str]) -> int:
         track = get_track(given.track or "short")
         if track.locate is not fineweb.load:
             raise UserError(f"Track {track.name!r} does not use {fineweb.NAME}; choose short or medium.")
-        recipe = get_recipe(given.recipe or DEFAULT, track.name)
+        recipe = get_recipe(given.recipe or default_for(track.name), track.name)
         tokens = recipe.schedule.tokens
         chunks = fineweb.chunks_needed(tokens, recipe.schedule.length, recipe.loader)
         say(f"{recipe.name} at {recipe.track} size trains on {tokens:,} tokens: {chunks} chunks")

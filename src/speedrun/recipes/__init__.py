@@ -19,6 +19,11 @@ LINEAGE: dict[str, dict[str, Callable[[], Recipe]]] = {
 DEFAULT = "normuon"
 
 
+def default_for(track: str) -> str:
+    """The recipe that is taken on a track where none is named: the default, or else the newest that has the size."""
+    return DEFAULT if track in LINEAGE[DEFAULT] else [name for name, sizes in LINEAGE.items() if track in sizes][-1]
+
+
 def get_recipe(name: str, track: str) -> Recipe:
     """The recipe at the size of a track."""
     if name not in LINEAGE:
