@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from speedrun.model.gpt import GPT, GPTConfig
 from speedrun.optim import Adam, Combined, Muon, NorMuon, orthogonalize, route
-from speedrun.optim.orthogonalize import _GRAM_RATIO, _QUARTER_SIDE
+from speedrun.optim.orthogonalize import _GRAM_RATIO, _MIRROR_SIDE, _PANELS
 from speedrun.train.device import choose, compiled
 
 Step = Callable[[], object]
@@ -66,10 +66,10 @@ def executed_flops(rows: int, cols: int, steps: int = 5) -> float:
     """Of the matrix products that `orthogonalize` makes for one block."""
     small, large = min(rows, cols), max(rows, cols)
     cube, wide = 2.0 * small**3, 2.0 * small * small * large
+    symmetric = (_PANELS + 1) / (2 * _PANELS) if small >= _MIRROR_SIDE else 1.0  # the rest is mirrored
     if large > _GRAM_RATIO * small:
-        symmetric = 0.75 if small >= _QUARTER_SIDE else 1.0
         return wide + symmetric * (wide + cube * (steps + 2 * (steps - 1) + (steps - 1)))
-    return steps * (2 * wide + cube)
+    return steps * (wide + symmetric * (wide + cube))
 
 
 def peak(size: int) -> float:

@@ -123,10 +123,10 @@ def test_completed_squares_and_the_gram_route_are_the_plain_polynomial(shape, tr
 
 
 @pytest.mark.parametrize("shape", [(2, 9, 30), (2, 30, 9), (3, 17, 17)])
-def test_mirrored_quarters_are_the_computed_ones(shape, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mirrored_parts_are_the_computed_ones(shape, monkeypatch: pytest.MonkeyPatch) -> None:
     g = matrices(2, *shape)
     whole = orthogonalize(g)
-    monkeypatch.setattr(sys.modules["speedrun.optim.orthogonalize"], "_QUARTER_SIDE", 4)
+    monkeypatch.setattr(sys.modules["speedrun.optim.orthogonalize"], "_MIRROR_SIDE", 4)
     torch.testing.assert_close(orthogonalize(g), whole, atol=1e-5, rtol=0)
 
 
@@ -147,6 +147,12 @@ def test_views_and_strides_do_not_matter_and_the_input_is_kept() -> None:
     torch.testing.assert_close(orthogonalize(g.T), orthogonalize(g).T, atol=1e-5, rtol=0)
     torch.testing.assert_close(orthogonalize(g[::2]), orthogonalize(g[::2].contiguous()))
     assert torch.equal(g, kept)
+
+
+def test_a_matrix_that_wants_gradients_is_fine_and_gets_none() -> None:
+    g = matrices(7, 400, 400)
+    assert torch.equal(orthogonalize(g.clone().requires_grad_()), orthogonalize(g))
+    assert not orthogonalize(g.clone().requires_grad_()).requires_grad
 
 
 def test_the_cpu_computes_in_float32() -> None:

@@ -12,6 +12,13 @@ from torch import Tensor
 from speedrun.model.config import GPTConfig
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+# Logits are made in pieces of at most so many bytes. On a CPU: larger blocks do not stay in the allocator, and touching
+# fresh memory in every step costs more than the arithmetic. On a GPU: the logits of a quarter of a million tokens fit
+# nowhere.
+CPU_BYTES, GPU_BYTES = 2**23, 2**34
+MOST_PIECES = 8  # each one is compiled
+SAFE_LIMIT = 80.0  # exp of what a soft cap keeps below this, summed over any vocabulary, is finite in float32
 WITHOUT_FP8 = ("mps",)  # devices on which torch has no 8-bit floats at all
 
 
@@ -36,6 +43,13 @@ def logits_of(x_ND: Tensor, weight_VD: Tensor, config: GPTConfig, training: bool
     return softcap(z.float(), config)
 
 
+def log_total(logits: Tensor, config: GPTConfig) -> Tensor:
+    """Logarithm of the sum of exponentials over the last axis. Bounded logits need no pass that finds the largest."""
+    if config.softcap != "none" and config.softcap_limit <= SAFE_LIMIT:
+        return logits.exp().sum(-1).log()
+    return logits.logsumexp(-1)
+
+
 def cross_entropy_sum(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, config: GPTConfig, training: bool = False
 ) -> Tensor:
@@ -44,8 +58,20 @@ def cross_entropy_sum(
     A sum, not a mean: micro-batches and ranks may hold different numbers of tokens, and only a sum over all of them,
     divided once by the batch's tokens, is the batch's mean.
     """
-    logits_NV = logits_of(x_ND, weight_VD, config, training)
-    return F.cross_entropy(logits_NV, targets_N, ignore_index=-1, reduction="sum")
+    n = pieces(len(x_ND), 1, weight_VD)
+    losses = []
+    for x, targets in zip(x_ND.tensor_split(n), targets_N.tensor_split(n), strict=True):
+        logits = logits_of(x, weight_VD, config, training)
+        chosen = logits.gather(1, targets.clamp(min=0)[:, None]).squeeze(1)
+        losses.append(torch.where(targets >= 0, log_total(logits, config) - chosen, 0).sum())
+    return sum(losses[1:], losses[0])
+
+
+def pieces(rows: int, tokens: int, weight_VD: Tensor) -> int:
+    """Into how many parts `rows` of `tokens` positions are cut for the head."""
+    limit = CPU_BYTES if weight_VD.device.type == "cpu" else GPU_BYTES
+    wanted = -(-4 * rows * tokens * weight_VD.shape[0] // limit)
+    return max(1, min(rows, wanted, MOST_PIECES))
 
 
 def multi_token_sum(
@@ -60,9 +86,26 @@ def multi_token_sum(
 
     Targets beyond the row do not count, nor (unless the config says so) those of another document.
     """
+    n = pieces(*targets_BT.shape, weight_VD)
+    documents = [None] * n if documents_BT is None else documents_BT.tensor_split(n)
+    losses = [
+        _multi_token_sum(x, weight_VD, targets, weights_M, config, numbers)
+        for x, targets, numbers in zip(x_BTD.tensor_split(n), targets_BT.tensor_split(n), documents, strict=True)
+    ]
+    return sum(losses[1:], losses[0])
+
+
+def _multi_token_sum(
+    x_BTD: Tensor,
+    weight_VD: Tensor,
+    targets_BT: Tensor,
+    weights_M: Tensor,
+    config: GPTConfig,
+    documents_BT: Tensor | None,
+) -> Tensor:
     B, T = targets_BT.shape
     logits_BTV = logits_of(x_BTD.flatten(0, 1), weight_VD, config, training=True).view(B, T, -1)
-    total_BT = logits_BTV.logsumexp(-1)
+    total_BT = log_total(logits_BTV, config)
     loss = logits_BTV.new_zeros(())
     for k in range(len(weights_M)):
         target = targets_BT[:, k:]

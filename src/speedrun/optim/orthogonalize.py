@@ -11,6 +11,7 @@ each iteration; they need only matrix products, so they are fast on any device a
 Shapes: N matrices of m rows and n columns, s = min(m, n).
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Literal, get_args
 
@@ -51,7 +52,7 @@ _CLASSIC = (15 / 8, -10 / 8, 3 / 8)  # converges to 1 exactly, slowly: used when
 # five iterations 2 r + 17 against 10 r + 5 products of s^3.
 _GRAM_RATIO = 1.5
 _GRAM_STEPS = 5
-_QUARTER_SIDE = 512  # from here on a mirrored quarter is cheaper than a computed one; measured on a CPU
+_MIRROR_SIDE, _PANELS = 384, 4  # from this side on, mirroring a symmetric product beats computing it; measured on a CPU
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
@@ -59,6 +60,7 @@ def fast_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
+@torch.no_grad()
 def orthogonalize(
     g: Tensor,
     method: Method = "polar-express",
@@ -70,7 +72,7 @@ def orthogonalize(
 
     The result does not depend on the scale of a matrix, from 1e-30 to 1e+30. Zeros stay zeros. With fewer triples than
     `steps` the last one repeats. `dtype` is that of the arithmetic; None takes what the device is fast at, but never
-    less than float64 for a float64 matrix.
+    less than float64 for a float64 matrix. No gradient flows through it.
     """
     check_method(method, steps, coefficients)
     if g.ndim < 2:
@@ -158,9 +160,9 @@ def iterate_direct(x_Nmn: Tensor, shifts: Shifts) -> Tensor:
     """What `iterate_plain` does, from an X that has been multiplied by the first factor of `complete_squares`."""
     tall = x_Nmn.shape[-2] > x_Nmn.shape[-1]
     for beta, gamma in shifts:
-        s_Nss = x_Nmn.mT @ x_Nmn if tall else x_Nmn @ x_Nmn.mT
+        s_Nss = _symmetric(x_Nmn.mT, x_Nmn) if tall else _symmetric(x_Nmn, x_Nmn.mT)
         _diagonal(s_Nss).add_(beta)
-        p_Nss = s_Nss @ s_Nss
+        p_Nss = _symmetric(s_Nss, s_Nss)
         _diagonal(p_Nss).add_(gamma)
         x_Nmn = x_Nmn @ p_Nss if tall else p_Nss @ x_Nmn
     return x_Nmn
@@ -193,15 +195,20 @@ def _diagonal(x_Nss: Tensor) -> Tensor:
 
 
 def _symmetric(a_Nsk: Tensor, b_Nks: Tensor) -> Tensor:
-    """A product that is known to be symmetric: of a large one on a CPU, one quarter is copied instead of computed."""
+    """A product that is known to be symmetric. Of a large one on a CPU, what lies right of the panels is mirrored.
+
+    The panels are bands of rows, each computed up to where the diagonal leaves it.
+    """
     s = a_Nsk.shape[-2]
-    if s < _QUARTER_SIDE or a_Nsk.device.type != "cpu":
+    if s < _MIRROR_SIDE or a_Nsk.device.type != "cpu":
         return a_Nsk @ b_Nks
-    half = s // 2
     out_Nss = a_Nsk.new_empty(len(a_Nsk), s, s)
-    out_Nss[:, half:] = a_Nsk[:, half:] @ b_Nks
-    out_Nss[:, :half, :half] = a_Nsk[:, :half] @ b_Nks[:, :, :half]
-    out_Nss[:, :half, half:] = out_Nss[:, half:, :half].mT
+    edges = [s * i // _PANELS for i in range(_PANELS + 1)]
+    bands = list(itertools.pairwise(edges))
+    for start, end in bands:
+        torch.bmm(a_Nsk[:, start:end], b_Nks[:, :, :end], out=out_Nss[:, start:end, :end])
+    for start, end in bands[:-1]:
+        out_Nss[:, start:end, end:] = out_Nss[:, end:, start:end].mT
     return out_Nss
 
 
