@@ -1,7 +1,7 @@
 """Race the recipes of the lineage on the pocket track, and write docs/lineage.md's table and picture.
 
     python scripts/lineage.py run --seeds 3                 # every recipe, interleaved; continues where it was stopped
-    python scripts/lineage.py run --only bf16 --seeds 8     # one of the questions below instead
+    python scripts/lineage.py run --only findings --seeds 8 # two claims of the records, at half the length
     python scripts/lineage.py table                         # from docs/sweeps/lineage.jsonl, in Markdown
     python scripts/lineage.py plot
 
@@ -40,16 +40,14 @@ LINEAGE = [
     Entrant(name, name)
     for name in ("adamw", "orthogonal-nesterov", "muon", "normuon", "interleaved", "medium-before", "medium")
 ]
+HALF = ("--schedule.steps", "330")  # and the extension of 40: half of the recipe's steps
 QUESTIONS = {
     "lineage": LINEAGE,
-    "bf16": [
-        Entrant("with the remainder", "interleaved"),
-        Entrant("without it", "interleaved", ("--optim.weights", "bf16")),
-    ],
-    "beta1": [
-        Entrant("beta1 0.5", "interleaved"),
-        Entrant("beta1 0.9", "interleaved", ("--optim.embed.beta1", "0.9", "--optim.head.beta1", "0.9")),
-        Entrant("beta1 by frequency", "interleaved", ("--optim.row-beta1", "True")),
+    "findings": [
+        Entrant("as the recipe", "interleaved", HALF),
+        Entrant("bf16 without the remainder", "interleaved", (*HALF, "--optim.weights", "bf16")),
+        Entrant("beta1 by frequency", "interleaved", (*HALF, "--optim.row-beta1", "True")),
+        Entrant("beta1 0.9", "interleaved", (*HALF, "--optim.embed.beta1", "0.9", "--optim.head.beta1", "0.9")),
     ],
 }
 

@@ -31,19 +31,19 @@ OPTIM = OptimConfig(
 
 
 def pocket() -> Recipe:
-    """Four layers keep a place for everything: layer 2 has no attention, the outer ones have the long window."""
+    """Three layers keep a place for everything: a short window, a layer without attention, a long window."""
     return Recipe(
         name="normuon",
         track="pocket",
         about=ABOUT,
         model=replace(
-            FORM, vocab=4096, layers=4, width=128, heads=4, gate_inputs=12, long_layers=(0, 3), no_attention=(2,),
-            value_tables=2, value_layers=((0, 0), (1, 1), (3, 0)), skips=((1, 2), (0, 3)), backout=2, rotary_base=256.0,
+            FORM, vocab=4096, layers=3, width=128, heads=4, gate_inputs=12, long_layers=(2,), no_attention=(1,),
+            value_tables=2, value_layers=((0, 0), (2, 1)), skips=((0, 2),), backout=1, rotary_base=256.0,
         ),
         loader=LoaderConfig(packing="documents", order="rows", max_document=128),
         optim=replace(OPTIM, lr=0.016, embed=Part(lr=40.0), values=Part(lr=40.0)),
         schedule=ScheduleConfig(
-            steps=640, extension=40, rows=16, length=128, warmup=0.0, cooldown=0.5, floor=0.1, window_ramp=(32, 64, 96),
+            steps=670, extension=40, rows=16, length=128, warmup=0.0, cooldown=0.7, floor=0.1, window_ramp=(32, 64, 96),
             window_extension=112, window_final=128, window_block=16, momentum_warmup=200, momentum_cooldown=50,
         ),
         validation=ValidationConfig(every=200, rows=64, length=128),
