@@ -157,14 +157,21 @@ def complete_squares(triples: Coefficients) -> tuple[float, Shifts]:
 
 
 def iterate_direct(x_Nmn: Tensor, shifts: Shifts) -> Tensor:
-    """What `iterate_plain` does, from an X that has been multiplied by the first factor of `complete_squares`."""
+    """What `iterate_plain` does, from an X that has been multiplied by the first factor of `complete_squares`.
+
+    X is used up: products go to and fro between a few buffers, since fresh memory is slow memory.
+    """
     tall = x_Nmn.shape[-2] > x_Nmn.shape[-1]
+    side = min(x_Nmn.shape[-2:])
+    s_Nss, p_Nss = (x_Nmn.new_empty(len(x_Nmn), side, side) for _ in range(2))
+    other_Nmn = torch.empty_like(x_Nmn, memory_format=torch.contiguous_format)
     for beta, gamma in shifts:
-        s_Nss = _symmetric(x_Nmn.mT, x_Nmn) if tall else _symmetric(x_Nmn, x_Nmn.mT)
+        _symmetric(x_Nmn.mT, x_Nmn, s_Nss) if tall else _symmetric(x_Nmn, x_Nmn.mT, s_Nss)
         _diagonal(s_Nss).add_(beta)
-        p_Nss = _symmetric(s_Nss, s_Nss)
+        _symmetric(s_Nss, s_Nss, p_Nss)
         _diagonal(p_Nss).add_(gamma)
-        x_Nmn = x_Nmn @ p_Nss if tall else p_Nss @ x_Nmn
+        torch.bmm(*((x_Nmn, p_Nss) if tall else (p_Nss, x_Nmn)), out=other_Nmn)
+        x_Nmn, other_Nmn = other_Nmn, x_Nmn
     return x_Nmn
 
 
@@ -175,17 +182,26 @@ def iterate_gram(x_Nmn: Tensor, shifts: Shifts) -> Tensor:
     all P is applied to X once. All of these are symmetric.
     """
     tall = x_Nmn.shape[-2] > x_Nmn.shape[-1]
-    s_Nss = _symmetric(x_Nmn.mT, x_Nmn) if tall else _symmetric(x_Nmn, x_Nmn.mT)
+    side = min(x_Nmn.shape[-2:])
+    spare = [x_Nmn.new_empty(len(x_Nmn), side, side) for _ in range(4)]
+    s_Nss = _symmetric(x_Nmn.mT, x_Nmn, spare.pop()) if tall else _symmetric(x_Nmn, x_Nmn.mT, spare.pop())
     product_Nss: Tensor | None = None
     for k, (beta, gamma) in enumerate(shifts):
         diagonal_Ns = _diagonal(s_Nss).clone()
         _diagonal(s_Nss).add_(beta)
-        p_Nss = _symmetric(s_Nss, s_Nss)
+        p_Nss = _symmetric(s_Nss, s_Nss, spare.pop())
         _diagonal(p_Nss).add_(gamma)
         _diagonal(s_Nss).copy_(diagonal_Ns)
-        product_Nss = p_Nss if product_Nss is None else _symmetric(product_Nss, p_Nss)
         if k + 1 < len(shifts):
-            s_Nss = _symmetric(p_Nss, _symmetric(s_Nss, p_Nss))
+            half_Nss = _symmetric(s_Nss, p_Nss, spare.pop())
+            _symmetric(p_Nss, half_Nss, s_Nss)
+            spare.append(half_Nss)
+        if product_Nss is None:
+            product_Nss = p_Nss
+        else:
+            longer_Nss = _symmetric(product_Nss, p_Nss, spare.pop())
+            spare += [product_Nss, p_Nss]
+            product_Nss = longer_Nss
     assert product_Nss is not None
     return x_Nmn @ product_Nss if tall else product_Nss @ x_Nmn
 
@@ -194,15 +210,14 @@ def _diagonal(x_Nss: Tensor) -> Tensor:
     return x_Nss.diagonal(dim1=-2, dim2=-1)
 
 
-def _symmetric(a_Nsk: Tensor, b_Nks: Tensor) -> Tensor:
+def _symmetric(a_Nsk: Tensor, b_Nks: Tensor, out_Nss: Tensor) -> Tensor:
     """A product that is known to be symmetric. Of a large one on a CPU, what lies right of the panels is mirrored.
 
     The panels are bands of rows, each computed up to where the diagonal leaves it.
     """
     s = a_Nsk.shape[-2]
     if s < _MIRROR_SIDE or a_Nsk.device.type != "cpu":
-        return a_Nsk @ b_Nks
-    out_Nss = a_Nsk.new_empty(len(a_Nsk), s, s)
+        return torch.bmm(a_Nsk, b_Nks, out=out_Nss)
     edges = [s * i // _PANELS for i in range(_PANELS + 1)]
     bands = list(itertools.pairwise(edges))
     for start, end in bands:
