@@ -1,7 +1,7 @@
 """Race the recipes of the lineage on the pocket track, and write docs/lineage.md's table and picture.
 
     python scripts/lineage.py run --seeds 3                 # every recipe, interleaved; continues where it was stopped
-    python scripts/lineage.py run --only findings --seeds 8 # two claims of the records, at half the length
+    python scripts/lineage.py run --only findings --seeds 8 # two claims of the records, at a third of the length
     python scripts/lineage.py table                         # from docs/sweeps/lineage.jsonl, in Markdown
     python scripts/lineage.py plot
 
@@ -40,14 +40,14 @@ LINEAGE = [
     Entrant(name, name)
     for name in ("adamw", "orthogonal-nesterov", "muon", "normuon", "interleaved", "medium-before", "medium")
 ]
-HALF = ("--schedule.steps", "330")  # and the extension of 40: half of the recipe's steps
+SHORT = ("--schedule.steps", "200")  # and the extension of 40: a third of the recipe's steps
 QUESTIONS = {
     "lineage": LINEAGE,
     "findings": [
-        Entrant("as the recipe", "interleaved", HALF),
-        Entrant("bf16 without the remainder", "interleaved", (*HALF, "--optim.weights", "bf16")),
-        Entrant("beta1 by frequency", "interleaved", (*HALF, "--optim.row-beta1", "True")),
-        Entrant("beta1 0.9", "interleaved", (*HALF, "--optim.embed.beta1", "0.9", "--optim.head.beta1", "0.9")),
+        Entrant("as the recipe", "interleaved", SHORT),
+        Entrant("bf16 without the remainder", "interleaved", (*SHORT, "--optim.weights", "bf16")),
+        Entrant("beta1 by frequency", "interleaved", (*SHORT, "--optim.row-beta1", "True")),
+        Entrant("beta1 0.9", "interleaved", (*SHORT, "--optim.embed.beta1", "0.9", "--optim.head.beta1", "0.9")),
     ],
 }
 
@@ -90,30 +90,38 @@ def of(rows: list[dict], question: str, name: str, field: str) -> list[float]:
     return [r[field] for r in sorted(rows, key=lambda r: r["seed"]) if (r["question"], r["name"]) == (question, name)]
 
 
+def ratio(rows: list[dict], name: str, base: str) -> str:
+    """Seconds of one recipe over another's, paired by seed, with a 95 % interval."""
+    if name == base:
+        return ""
+    ours, theirs = (of(rows, "lineage", n, "seconds") for n in (name, base))
+    pairs = [a / b for a, b in zip(ours, theirs, strict=True)]
+    low, high = stats.t.interval(0.95, len(pairs) - 1, statistics.mean(pairs), stats.sem(pairs))
+    return f"{100 * statistics.mean(pairs):.0f} % ({100 * low:.0f} to {100 * high:.0f})"
+
+
 def table(question: str, rows: list[dict]) -> str:
-    """Markdown: every entrant against the first, time ratios paired by seed with a 95 % interval."""
+    """Markdown: every recipe against the baseline and against the one before it."""
     first = QUESTIONS[question][0].name
     base_tokens = of(rows, question, first, "tokens")
     lines = [
-        f"| recipe | runs | tokens | of {first}'s | seconds | of {first}'s (95 % interval) | validation loss | p |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| recipe | runs | tokens | of `{first}`'s | seconds | of `{first}`'s (95 % interval) "
+        "| of the one before (95 % interval) | validation loss | p |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
+    before = first
     for entrant in QUESTIONS[question]:
         losses, seconds, tokens = (of(rows, question, entrant.name, f) for f in ("loss", "seconds", "tokens"))
-        if len(losses) < 2:
-            continue
-        pairs = [a / b for a, b in zip(seconds, of(rows, question, first, "seconds"), strict=False)]
-        spread = ""
-        if entrant.name != first:
-            low, high = stats.t.interval(0.95, len(pairs) - 1, statistics.mean(pairs), stats.sem(pairs))
-            spread = f" ({100 * low:.0f} to {100 * high:.0f})"
         p = stats.ttest_1samp(losses, POCKET_TARGET, alternative="less").pvalue
+        earlier = "" if entrant.name == "medium-before" else ratio(rows, entrant.name, before)
         lines.append(
             f"| `{entrant.name}` | {len(losses)} | {tokens[0] / 1e6:.2f} M "
-            f"| {100 * tokens[0] / base_tokens[0]:.0f} % | "
-            f"{statistics.mean(seconds):.1f} | {100 * statistics.mean(pairs):.0f} %{spread} | "
-            f"{statistics.mean(losses):.4f} ± {statistics.stdev(losses):.4f} | {p:.3f} |"
+            f"| {100 * tokens[0] / base_tokens[0]:.0f} % "
+            f"| {statistics.mean(seconds):.1f} ± {statistics.stdev(seconds):.1f} "
+            f"| {ratio(rows, entrant.name, first)} | {earlier} "
+            f"| {statistics.mean(losses):.4f} ± {statistics.stdev(losses):.4f} | {p:.3f} |"
         )
+        before = entrant.name
     return "\n".join(lines)
 
 
