@@ -66,6 +66,7 @@ def test_the_optimizers_can_be_lifted_out() -> None:
         "dataclasses",
         "fnmatch",
         "functools",
+        "time",
         "itertools",
         "math",
         "typing",

@@ -38,6 +38,7 @@ from speedrun.train import dryrun
 from speedrun.train import run as run_room
 from speedrun.train.config import Recipe, ValidationConfig, fields_of, meanings, recipe_from_dict
 from speedrun.train.device import CompilerConfig, Machine, choose
+from speedrun.train.distributed import is_first, launch, ranks, speaks
 from speedrun.train.loop import Options
 from speedrun.train.schedule import ScheduleConfig
 
@@ -143,6 +144,8 @@ class Train:
     """Write the trained model at the end (outside the clock)."""
     sample: bool = True
     """Show a little text from the model at the end."""
+    nproc: int = 1
+    """Processes on this machine that train together. For several machines: `torchrun ... -m speedrun train`."""
     dry_run: bool = False
     """Train nothing and write nothing: say what the run would be, its memory and time, and whether it fits (exit code
     0) or not (2). `--dry-run` alone will do."""
@@ -203,6 +206,8 @@ def train(args: Sequence[str]) -> int:
     if given.target is not None and given.data is None:
         raise UserError(f"--target {given.target} goes with --data; the target of track {given.track!r} is fixed.")
     track = own_track(given.data, given.target) if given.data else get_track(given.track)
+    if given.nproc != 1 and ranks() == 1 and not given.dry_run:
+        return launch(given.nproc, args)
     return run_training(given, recipe, track)
 
 
@@ -232,6 +237,8 @@ def run_training(given: Train, recipe: Recipe, track: Track) -> int:
         outcome = run_room.resume(where, recipe, track, machine, options)
     else:
         outcome = run_room.start(recipe, track, machine, options, out=given.out)
+    if not is_first():
+        return 0 if outcome.result["status"] == "ok" else 1
     return summarize(outcome, given, machine.device)
 
 
@@ -606,7 +613,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()  # here, where a reader that has left can still be told from a bug
     except UserError as e:
-        print(f"speedrun: {e}", file=sys.stderr)
+        if speaks(e):
+            print(f"speedrun: {e}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("speedrun: stopped", file=sys.stderr)

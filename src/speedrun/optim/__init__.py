@@ -8,6 +8,7 @@ optimizer = Combined(NorMuon(plan.muon, lr=0.02), Adam(plan.adam, lr=0.001))
 
 from speedrun.optim.adam import Adam
 from speedrun.optim.combined import Combined
+from speedrun.optim.interleave import Interleaved
 from speedrun.optim.muon import Muon, NorMuon
 from speedrun.optim.orthogonalize import (
     NEWTON_SCHULZ,
@@ -24,6 +25,7 @@ __all__ = [
     "POLAR_EXPRESS",
     "Adam",
     "Combined",
+    "Interleaved",
     "Muon",
     "NorMuon",
     "Plan",

@@ -155,10 +155,8 @@ class SpeedrunOptimizer(Optimizer):
             else:
                 self._flag = (finite, None)
             return finite.float()
-        # A sum is one quick pass; only when it is not finite (it may also overflow) is every value looked at.
         for w in work:
-            total = w.grad.sum(dtype=torch.float32 if w.grad.itemsize < 4 else None).item()
-            if not math.isfinite(total) and not w.grad.isfinite().all():
+            if not all_finite(w.grad):
                 raise NonFiniteGradient(
                     f"The gradient of {w.name} is not finite (NaN or infinite); no weight was changed. "
                     "Skip this step, lower the learning rate, or clip the gradients."
@@ -226,6 +224,11 @@ class SpeedrunOptimizer(Optimizer):
         elif self._versions.get(p) != p._version:  # somebody else wrote the weight: its own value counts now
             remainder.zero_()
         self._versions[p] = p._version
+
+    def vouch(self, p: Tensor) -> None:
+        """The remainder of `p` belongs to its present value, whoever wrote that."""
+        self._versions[p] = p._version
+        self._unproven.pop(p, None)
 
     @torch.no_grad()
     def master(self, p: Tensor) -> Tensor:
@@ -428,6 +431,12 @@ def named(group: Group, number: int) -> Iterator[tuple[str, Tensor]]:
     names: Sequence[str] | None = group.get("param_names")
     for index, p in enumerate(group["params"]):
         yield (names[index] if names else f"parameter {index} of group {number} {tuple(p.shape)}"), p
+
+
+def all_finite(g: Tensor) -> bool:
+    """A sum is one quick pass; only when it is not finite (it may also overflow) is every value looked at."""
+    total = g.sum(dtype=torch.float32 if g.itemsize < 4 else None).item()
+    return math.isfinite(total) or bool(g.isfinite().all())
 
 
 def require(condition: bool, key: str, value: Any, what: str) -> None:

@@ -5,7 +5,7 @@ Muon family; every other part by Adam, with its own rate, betas and decay.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from speedrun.optim.adam import Adam
+from speedrun.optim.base import SpeedrunOptimizer
 from speedrun.optim.combined import Combined
+from speedrun.optim.interleave import Interleaved
 from speedrun.optim.muon import Muon, NorMuon
 from speedrun.optim.orthogonalize import NEWTON_SCHULZ_PER_STEP
 from speedrun.optim.outer import Snoo
@@ -176,12 +178,19 @@ def part_of(name: str) -> str:
     return "blocks" if name.endswith(".weight") else "scalars"
 
 
-def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: OptimConfig) -> torch.optim.Optimizer:
-    """The optimizers of a GPT as one. Each group keeps its base rate as `initial_lr`, and says its `part`."""
+def build_optimizer(
+    named: Iterable[tuple[str, nn.Parameter]],
+    config: OptimConfig,
+    together: Callable[[list[SpeedrunOptimizer]], torch.optim.Optimizer] | None = None,
+) -> torch.optim.Optimizer:
+    """The optimizers of a GPT as one. Each group keeps its base rate as `initial_lr`, and says its `part`.
+
+    `together` makes one of them, for ranks that share the work; by default they are combined in this process.
+    """
     parts: dict[str, list[tuple[str, nn.Parameter]]] = {part: [] for part in PARTS}
     for name, parameter in named:
         parts[part_of(name)].append((name, parameter))
-    members: list[torch.optim.Optimizer] = []
+    members: list[SpeedrunOptimizer] = []
     if config.matrices != "adam" and parts["blocks"]:
         inside = parts.pop("blocks")
         if config.muon.gates:
@@ -208,7 +217,11 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: OptimConf
                 decay_by=config.decay_by, every=config.every, exact_bf16=config.weights == "exact-bf16",
             )
         )  # fmt: skip
-    optimizer = members[0] if len(members) == 1 else Combined(*members)
+    optimizer: torch.optim.Optimizer
+    if together is not None:
+        optimizer = together(members)
+    else:
+        optimizer = members[0] if len(members) == 1 else Combined(*members)
     if config.snoo.k:
         optimizer = Snoo(optimizer, config.snoo.lr, config.snoo.momentum, config.snoo.k)
     return optimizer
@@ -252,5 +265,9 @@ def set_master(optimizer: torch.optim.Optimizer, p: nn.Parameter, value: torch.T
 
 def copy_state(optimizer: torch.optim.Optimizer, source: nn.Parameter, target: nn.Parameter) -> None:
     """What the optimizer has learned about one parameter becomes what it knows about another of the same shape."""
+    inner = optimizer.optimizer if isinstance(optimizer, Snoo) else optimizer
+    if isinstance(inner, Interleaved):
+        inner.copy_state(source, target)
+        return
     state = optimizer.state.get(source, {})
     optimizer.state[target] = {k: v.clone() if torch.is_tensor(v) else v for k, v in state.items()}

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from speedrun.errors import UserError
 from speedrun.files import explained, new_folder, sha256_file, sweep, write_atomic, write_json
+from speedrun.optim.interleave import Whole
 
 FORMAT = 1
 TENSORS = "tensors.safetensors"
@@ -338,7 +339,9 @@ def _readable(path: Path, name: str) -> Iterator[None]:
 
 
 def flatten_optimizer(
-    optimizer: torch.optim.Optimizer, names: Mapping[torch.nn.Parameter, str], skip: frozenset[str] = frozenset()
+    optimizer: torch.optim.Optimizer | Whole,
+    names: Mapping[torch.nn.Parameter, str],
+    skip: frozenset[str] = frozenset(),
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The optimizer's state as tensors called `optim.<parameter>.<key>`, and the rest as JSON; not the keys in `skip`.
 
@@ -391,7 +394,7 @@ def flatten_optimizer(
 
 @torch.no_grad()
 def restore_optimizer(
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Whole,
     names: Mapping[torch.nn.Parameter, str],
     tensors: Mapping[str, Tensor],
     state: Mapping[str, Any],
@@ -484,7 +487,7 @@ def _new_state(key: str, source: Tensor, p: Tensor, group: dict[str, Any]) -> Te
 
 
 def _options_of_groups(
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Whole,
     names: Mapping[torch.nn.Parameter, str],
     tensors: Mapping[str, Tensor],
     saved_groups: list[dict[str, Any]],

@@ -18,6 +18,7 @@ from torch import nn
 
 from speedrun.errors import UserError
 from speedrun.model.attention import Backend, choose_backend
+from speedrun.train.distributed import neighbours
 
 
 @dataclass(frozen=True)
@@ -109,9 +110,9 @@ def choose(
     if threads is not None and threads < 1:
         raise UserError(f"threads is {threads}; it must be at least 1.")
     backend, why_backend = choose_backend(attention, chosen, arithmetic, head_width)
-    cores = usable_cores()
-    why_threads = "as asked" if threads else f"{cores} usable cores"
-    threads = threads or cores
+    cores, here = usable_cores(), neighbours()
+    why_threads = "as asked" if threads else f"{cores} usable cores" + (f" for {here} processes" if here > 1 else "")
+    threads = threads or max(1, cores // here)
     torch.set_num_threads(threads)
     return Machine(chosen, why, arithmetic, why_dtype, threads, why_threads, backend, why_backend)
 

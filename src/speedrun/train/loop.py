@@ -28,13 +28,15 @@ from speedrun.errors import UserError
 from speedrun.model.flash import edges_of
 from speedrun.model.gpt import GPT
 from speedrun.model.head import describe_fp8
-from speedrun.optim import Combined, Snoo
+from speedrun.optim import Combined, Interleaved, Snoo
 from speedrun.optim.base import NonFiniteGradient, SpeedrunOptimizer
 from speedrun.optim.config import build_optimizer, copy_state, master, set_master
+from speedrun.optim.interleave import Team, Whole
 from speedrun.train import checkpoint, telemetry
 from speedrun.train.clock import Clock, synchronize
 from speedrun.train.config import Recipe
 from speedrun.train.device import Machine, compiled
+from speedrun.train.distributed import Muted
 from speedrun.train.progress import Report
 from speedrun.train.runlog import RunFolder, train_line, val_line
 from speedrun.train.schedule import Stage
@@ -96,8 +98,9 @@ class Trainer:
         tokens: TokenFolder,
         machine: Machine,
         options: Options,
-        folder: RunFolder,
+        folder: RunFolder | Muted,
         report: Report,
+        team: Team | None = None,
     ) -> None:
         if tokens.vocab_size > recipe.model.vocab:
             raise UserError(
@@ -106,13 +109,24 @@ class Trainer:
             )
         self.recipe, self.tokens, self.machine, self.options = recipe, tokens, machine, options
         self.folder, self.report = folder, report
+        self.team = team or Team()
         self.device = machine.device
         self.steps = recipe.schedule.total
         torch.manual_seed(options.seed)
         self.model = GPT(recipe.model, recipe.context, machine.attention).to(self.device)
         if recipe.optim.weights != "float32":
             self.model.store_matrices(torch.bfloat16)
-        self.optimizer = build_optimizer(self.model.named_parameters(), recipe.optim)
+        if self.team.size > 1 and recipe.optim.clip:
+            raise UserError(
+                f"optim.clip is {recipe.optim.clip}, but gradients of several processes are never in one place; "
+                "pass --optim.clip 0, or train in one process."
+            )
+        # Losses are divided by the tokens of the whole batch, so the ranks' gradients only have to be added.
+        self.optimizer = build_optimizer(
+            self.model.named_parameters(),
+            recipe.optim,
+            (lambda members: Interleaved(self.model, members, average="sum")) if self.team.size > 1 else None,
+        )
         self.names: dict[nn.Parameter, str] = {p: n for n, p in self.model.named_parameters()}
         self.loss_of, why_not = compiled(self.model, options.compile, self.device, recipe.compiler)
         if why_not:
@@ -136,22 +150,40 @@ class Trainer:
             if stage.momentum is not None and "momentum" in group:
                 group["momentum"] = stage.momentum
 
+    @property
+    def sharded(self) -> Interleaved | None:
+        """The optimizer that all ranks share, if there are several."""
+        inner = self.optimizer.optimizer if isinstance(self.optimizer, Snoo) else self.optimizer
+        return inner if isinstance(inner, Interleaved) else None
+
     def gradients(self, batch: Batch, stage: Stage) -> float:
-        """Accumulate the gradient of the batch's mean loss; returns that loss. Leaves no gradient on failure."""
-        rows = len(batch.inputs)
+        """Accumulate the gradient of the batch's mean loss; returns that loss. Leaves no gradient on failure.
+
+        Ranks take whole rows, and every loss is divided by the tokens of the whole batch.
+        """
+        mine = share(len(batch.inputs), self.team.size)[self.team.rank]
         counted = int((batch.targets >= 0).sum())
+        batch = batch.rows(mine.start, mine.stop)
+        rows = len(batch.inputs)
         while True:
-            size = min(self.micro_rows or rows, rows)
+            size = max(1, min(self.micro_rows or rows, rows))
             try:
                 total = torch.zeros((), device=self.device)
-                for part in share(rows, math.ceil(rows / size)):
-                    loss = self.micro_loss(batch.rows(part.start, part.stop), stage) / counted
-                    loss.backward()
+                parts = share(rows, math.ceil(rows / size)) if rows else []
+                for part in parts:
+                    with self.only_accumulating(part is not parts[-1]):
+                        loss = self.micro_loss(batch.rows(part.start, part.stop), stage) / counted
+                        loss.backward()
                     total += loss.detach()
-                return total.item()
+                return self.agreed(total)
             except (torch.OutOfMemoryError, MemoryError, RuntimeError) as e:
                 if not out_of_memory(e):
                     raise
+                if self.team.size > 1:
+                    raise UserError(
+                        f"Out of memory on rank {self.team.rank} with {size} rows at a time; the other ranks are "
+                        f"waiting, so it cannot try again. Start with --micro-rows {max(1, size // 2)}."
+                    ) from e
                 self.optimizer.zero_grad(set_to_none=True)
                 if size == 1:
                     raise UserError(
@@ -163,6 +195,20 @@ class Trainer:
             self.release_memory()
             self.say(f"out of memory: going on with micro-batches of {self.micro_rows} rows (same result, more passes)")
             torch.compiler.set_stance("default")
+
+    def only_accumulating(self, more_to_come: bool) -> contextlib.AbstractContextManager[None]:
+        """Gradients are shared between ranks after the last micro-batch alone."""
+        return self.sharded.no_sync() if more_to_come and self.sharded else contextlib.nullcontext()
+
+    def agreed(self, loss: Tensor) -> float:
+        """The sum over the ranks, which also learn here that one of them was told to stop."""
+        if self.team.size == 1:
+            return loss.item()
+        told = torch.stack([loss, torch.tensor(float(self.stop_signal or 0), device=self.device)])
+        self.team.sum(told).wait()
+        total, stop = told.tolist()
+        self.stop_signal = self.stop_signal or (int(stop) or None)
+        return total
 
     def micro_loss(self, batch: Batch, stage: Stage) -> Tensor:
         """Summed loss of some rows. With gradients it weighs the predicted tokens as the stage says."""
@@ -239,9 +285,14 @@ class Trainer:
         stage = self.recipe.schedule.after(done)
         self.model.stretch(stage.windows_so_far)
         total, count = 0.0, 0
-        for batch in self.validation_batches(split):
-            total += float(self.micro_loss(batch, stage).double())
-            count += int((batch.targets >= 0).sum())
+        for k, batch in enumerate(self.validation_batches(split)):
+            if k % self.team.size == self.team.rank:
+                total += float(self.micro_loss(batch, stage).double())
+                count += int((batch.targets >= 0).sum())
+        if self.team.size > 1:
+            both = torch.tensor([total, count], dtype=torch.float64, device=self.device)
+            self.team.sum(both).wait()
+            total, count = both.tolist()
         return total / count
 
     # ---------------------------------------------------------------- warm-up
@@ -287,7 +338,7 @@ class Trainer:
             for name, p in self.model.named_parameters():
                 p.copy_(weights[name])
                 p.grad = None
-        if isinstance(self.optimizer, SpeedrunOptimizer | Combined | Snoo):
+        if isinstance(self.optimizer, SpeedrunOptimizer | Combined | Interleaved | Snoo):
             self.optimizer.reset()
         self.optimizer.load_state_dict(before)
         checkpoint.set_rng_state(random)
@@ -298,11 +349,17 @@ class Trainer:
     # ---------------------------------------------------------------- checkpoints
 
     def save(self, done: int) -> None:
+        """Write a checkpoint: rank 0 does, of what all of them bring; it does not depend on how many they are."""
+        whole = self.sharded.gathered() if self.sharded else self.optimizer
+        weights = {f"model.{name}": self.exact(p) for name, p in self.model.named_parameters()}
+        if self.team.rank:
+            self.team.everybodys(None)  # nobody goes on, or ends, before it is on disk
+            return
         # Remainders are not stored: the exact weights are, in place of their upper halves.
-        tensors, optimizer = checkpoint.flatten_optimizer(self.optimizer, self.names, skip=frozenset({"remainder"}))
+        tensors, optimizer = checkpoint.flatten_optimizer(whole, self.names, skip=frozenset({"remainder"}))
         if isinstance(self.optimizer, Snoo):
             tensors |= {f"snoo.{key}": value for key, value in self.optimizer.tensors(self.names).items()}
-        tensors |= {f"model.{name}": self.exact(p) for name, p in self.model.named_parameters()}
+        tensors |= weights
         state = {
             "optimizer": optimizer,
             "outer_count": self.optimizer.count if isinstance(self.optimizer, Snoo) else None,
@@ -314,6 +371,7 @@ class Trainer:
             "threads": self.machine.threads,
         }
         checkpoint.save(self.folder.checkpoints, done, tensors, state, keep=self.options.keep, notice=self.say)
+        self.team.everybodys(None)
 
     def exact(self, p: nn.Parameter) -> Tensor:
         """The value a checkpoint holds: float32 also for a weight whose lower half the optimizer keeps."""
@@ -327,7 +385,10 @@ class Trainer:
                 if stored is None or stored.shape != p.shape:
                     raise UserError(f"{saved.path} does not fit this model: {name} is missing or of another shape.")
                 p.copy_(stored)  # into the existing storage, whose alignment the math library may depend on
-        checkpoint.restore_optimizer(self.optimizer, self.names, saved.tensors, saved.state["optimizer"])
+        whole = Whole(self.optimizer.param_groups) if self.sharded else self.optimizer
+        checkpoint.restore_optimizer(whole, self.names, saved.tensors, saved.state["optimizer"])
+        if self.sharded:
+            self.sharded.scatter(whole.state)
         if self.recipe.optim.weights == "exact-bf16":
             for name, p in self.model.named_parameters():
                 if p.dtype == torch.bfloat16:

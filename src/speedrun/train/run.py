@@ -14,14 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import speedrun
 from speedrun.data import fineweb
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError
 from speedrun.files import locked
+from speedrun.optim.interleave import Team
 from speedrun.tracks import Track
 from speedrun.train import checkpoint
 from speedrun.train.config import Recipe, differences, recipe_from_dict, to_dict, with_fields
 from speedrun.train.device import Machine
+from speedrun.train.distributed import Muted, handshake, joined
 from speedrun.train.loop import Options, Trainer
 from speedrun.train.progress import Report
 from speedrun.train.runlog import RUN, RunFolder, read_metrics, read_result, read_run
@@ -76,7 +81,24 @@ def start(
     recipe = fit_to_tokens(recipe, tokens, track)
     check_supply(recipe, tokens, track)
     options = dataclasses.replace(options, val_tokens=track.val_tokens)
-    path = out or new_run_path(recipe, track, options.seed)
+    with joined(machine.device) as team:
+        handshake(team, facts(recipe, tokens, options))
+        path = team.everybodys(out or new_run_path(recipe, track, options.seed))[0]
+        if team.rank:
+            return _train(recipe, track, tokens, machine, options, Muted(path), quietly(recipe), None, team)
+        return _start(recipe, track, tokens, machine, options, path, quiet, team)
+
+
+def _start(
+    recipe: Recipe,
+    track: Track,
+    tokens: TokenFolder,
+    machine: Machine,
+    options: Options,
+    path: Path,
+    quiet: bool,
+    team: Team,
+) -> Outcome:
     report = Report(recipe.schedule.total, quiet=quiet)
     description = {
         "recipe": to_dict(recipe),
@@ -87,12 +109,13 @@ def start(
         "options": dataclasses.asdict(options),
         "machine": machine.lines(),
         "threads": machine.threads,
+        "ranks": team.size,
     }
     made = [p for p in (path, *path.parents) if not p.exists()]
     folder = RunFolder.create(path, description, console=report.line)
     with only_here(path):
         try:
-            return _train(recipe, track, tokens, machine, options, folder, report, None)
+            return _train(recipe, track, tokens, machine, options, folder, report, None, team)
         except (UserError, KeyboardInterrupt):
             if not read_metrics(path, "train"):  # no step was done: leave everything as it was
                 for inside in path.iterdir():
@@ -115,20 +138,51 @@ def resume(
     recipe = fit_to_tokens(recipe, tokens, track)
     check_supply(recipe, tokens, track)
     options = dataclasses.replace(options, val_tokens=track.val_tokens)
+    with joined(machine.device) as team:
+        notices: list[str] = []
+        saved = checkpoint.newest_good(Muted(path).checkpoints, notice=notices.append)
+        handshake(team, facts(recipe, tokens, options) | {"checkpoint": None if saved is None else saved.step})
+        if team.rank:
+            return _train(recipe, track, tokens, machine, options, Muted(path), quietly(recipe), saved, team)
+        return _resume(path, recipe, track, tokens, machine, options, quiet, team, saved, notices)
+
+
+def _resume(
+    path: Path,
+    recipe: Recipe,
+    track: Track,
+    tokens: TokenFolder,
+    machine: Machine,
+    options: Options,
+    quiet: bool,
+    team: Team,
+    saved: checkpoint.Checkpoint | None,
+    notices: list[str],
+) -> Outcome:
     report = Report(recipe.schedule.total, quiet=quiet)
     with only_here(path):
         folder = RunFolder.open(path, console=report.line)
         about = folder.description
-        notices: list[str] = []
-        saved = checkpoint.newest_good(folder.checkpoints, notice=notices.append)
         for notice in notices:  # only now: a resume that cannot go on must not even touch the log
             folder.log(notice)
+        if team.size != about.get("ranks", 1):
+            folder.log(f"{team.size} ranks, {about.get('ranks', 1)} before: losses may differ in the last bits")
         if machine.threads != about["threads"]:
             folder.log(f"{machine.threads} threads, {about['threads']} before: losses may differ in the last bits")
         step = 0 if saved is None else saved.step
         checkpoint.drop_later(folder.checkpoints, step, folder.log)
         folder.cut_back(step, "resumed")
-        return _train(recipe, track, tokens, machine, options, folder, report, saved)
+        return _train(recipe, track, tokens, machine, options, folder, report, saved, team)
+
+
+def facts(recipe: Recipe, tokens: TokenFolder, options: Options) -> dict[str, Any]:
+    """What all ranks of a run must have in common."""
+    packages = {"speedrun": speedrun.__version__, "torch": torch.__version__}
+    return {"recipe": to_dict(recipe), "data": hashes(tokens), "seed": options.seed, "packages": packages}
+
+
+def quietly(recipe: Recipe) -> Report:
+    return Report(recipe.schedule.total, quiet=True)
 
 
 def _train(
@@ -137,14 +191,19 @@ def _train(
     tokens: TokenFolder,
     machine: Machine,
     options: Options,
-    folder: RunFolder,
+    folder: RunFolder | Muted,
     report: Report,
     saved: checkpoint.Checkpoint | None,
+    team: Team,
 ) -> Outcome:
-    if tokens.tokenizer_path.exists() and not (folder.path / "tokenizer.json").exists():
+    if (
+        isinstance(folder, RunFolder)
+        and tokens.tokenizer_path.exists()
+        and not (folder.path / "tokenizer.json").exists()
+    ):
         shutil.copyfile(tokens.tokenizer_path, folder.path / "tokenizer.json")
     with report:
-        trainer = Trainer(recipe, tokens, machine, options, folder, report)
+        trainer = Trainer(recipe, tokens, machine, options, folder, report, team)
         return Outcome(folder.path, trainer.run(saved), track.target)
 
 

@@ -1,0 +1,332 @@
+"""The sharded step: any number of ranks trains what one process would, in any order of operations."""
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from speedrun.optim import Adam, Combined, Interleaved, Muon, NorMuon, Snoo
+from speedrun.optim.interleave import OPS, Matrices, Rows, Small, Span, Team, interleaved, plain
+from tests.distributed.ranks import together
+
+STEPS = 6
+
+
+class Net(nn.Module):
+    """Tables of rows that divide and that do not, matrices of three shapes, vectors, and a part without gradient."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        gen = torch.Generator().manual_seed(0)
+
+        def drawn(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.randn(*shape, generator=gen) * 0.3)
+
+        self.embed, self.head = drawn(60, 24), drawn(61, 24)
+        self.square = nn.ParameterList([nn.Parameter(drawn(24, 24).data.to(dtype)) for _ in range(3)])
+        self.up, self.down = nn.Parameter(drawn(40, 24).data.to(dtype)), nn.Parameter(drawn(24, 40).data.to(dtype))
+        self.scale, self.bias, self.unused = drawn(24), drawn(61), drawn(70, 24)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed[ids] * self.scale
+        for square in self.square:
+            x = x + F.relu(x @ square.float().T)
+        x = x + F.relu(x @ self.up.float().T) @ self.down.float().T
+        return F.rms_norm(x, (24,)) @ self.head.T + self.bias
+
+
+def members(net: Net) -> list[Any]:
+    matrices = [(n, p) for n, p in net.named_parameters() if n.startswith(("square", "up", "down"))]
+    rest = [(n, p) for n, p in net.named_parameters() if not n.startswith(("square", "up", "down"))]
+    return [
+        NorMuon([{"params": matrices, "lr_mul": [1.0, 2.0, 1.0, 1.0, 0.5]}], lr=0.02, weight_decay=0.1, update_ema=0.2),
+        Adam([{"params": rest[:1], "betas": (0.5, 0.9)}, {"params": rest[1:]}], lr=0.01, every=2, weight_decay=0.01,
+             decay="cautious"),
+    ]  # fmt: skip
+
+
+def batch(step: int) -> Tensor:
+    return torch.randint(60, (7, 9), generator=torch.Generator().manual_seed(step))
+
+
+def backward(net: Net, rows: Tensor, counted: int) -> None:
+    logits = net(rows[:, :-1]).flatten(0, 1)
+    (F.cross_entropy(logits, rows[:, 1:].flatten(), reduction="sum") / counted).backward()
+
+
+def digest(net: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def alone(dtype: torch.dtype = torch.float32, steps: int = STEPS) -> list[Tensor]:
+    net = Net(dtype)
+    optimizer = Combined(*members(net))
+    for step in range(steps):
+        backward(net, batch(step), 7 * 8)
+        optimizer.step()
+        optimizer.zero_grad()
+    return digest(net)
+
+
+def train(rank: int, size: int, order: str, dtype: torch.dtype, snoo: bool = False) -> dict[str, Any]:
+    net = Net(dtype)
+    if rank:
+        with torch.no_grad():
+            net.embed.zero_()  # the constructor makes everybody equal to rank 0
+    trace: list[Span] = []
+    optimizer: Any = Interleaved(net, members(net), order=order, average="sum", trace=trace)  # type: ignore[arg-type]
+    inner, after = optimizer, []
+    if snoo:
+        optimizer = Snoo(optimizer, k=2)
+    for step in range(STEPS):
+        mine = batch(step).tensor_split(size)[rank]
+        for row in mine[:-1]:
+            with inner.no_sync():
+                backward(net, row[None], 7 * 8)
+        if len(mine):
+            backward(net, mine[-1:], 7 * 8)
+        optimizer.step()
+        optimizer.zero_grad()
+        after.append(digest(net))
+    real = sum(t.nbytes for m in inner.optimizers for s in m.state.values() for t in s.values() if torch.is_tensor(t))
+    return {"after": after, "trace": trace[-len(trace) // STEPS :], "bytes": real, "layout": layout(inner)}
+
+
+def layout(optimizer: Interleaved) -> dict[str, list[str]]:
+    return {type(i).__name__ + " " + i.label: [ref.name for ref, _ in i.locals()] for i in optimizer.items}
+
+
+@pytest.mark.parametrize(("size", "order"), [(1, "interleaved"), (2, "interleaved"), (3, "plain"), (5, "interleaved")])
+def test_any_number_of_ranks_trains_what_one_process_would(size: int, order: str, tmp_path: Path) -> None:
+    expected = alone()
+    found = together(tmp_path, size, train, order, torch.float32)
+    for a, b in zip(found[0]["after"][-1], expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    for step in range(STEPS):
+        for other in found[1:]:
+            assert all(map(torch.equal, other["after"][step], found[0]["after"][step])), f"equal bits after step {step}"
+
+
+def test_bf16_weights_are_exact_underneath_on_any_number_of_ranks(tmp_path: Path) -> None:
+    """Gradients of bf16 weights are bf16 and so are their sums over ranks: that alone may differ."""
+    expected = alone(torch.bfloat16)
+    found = together(tmp_path, 2, train, "interleaved", torch.bfloat16)
+    assert all(map(torch.equal, found[0]["after"][-1], found[1]["after"][-1]))
+    for a, b in zip(found[0]["after"][-1], expected, strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=0.02, atol=0.01)
+
+
+def test_snoo_goes_around_it(tmp_path: Path) -> None:
+    net = Net(torch.bfloat16)
+    optimizer = Snoo(Combined(*members(net)), k=2)
+    for step in range(STEPS):
+        backward(net, batch(step), 7 * 8)
+        optimizer.step()
+        optimizer.zero_grad()
+    found = together(tmp_path, 3, train, "interleaved", torch.bfloat16, True)
+    assert all(map(torch.equal, found[0]["after"][-1], found[2]["after"][-1]))
+    for a, b in zip(found[0]["after"][-1], digest(net), strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=0.02, atol=0.01)
+
+
+def test_state_exists_once_over_all_ranks(tmp_path: Path) -> None:
+    """Every matrix has one owner, every row too; only small tensors are everywhere."""
+    whole = together(tmp_path, 1, train, "interleaved", torch.float32)[0]["bytes"]
+    found = together(tmp_path, 4, train, "interleaved", torch.float32)
+    small = 4 * (24 + 61) * 2 + 16
+    assert sum(f["bytes"] for f in found) == pytest.approx(whole + 3 * small, rel=0.01)
+    owned = [
+        name for f in found for label, names in f["layout"].items() if label.startswith("Matrices") for name in names
+    ]
+    assert sorted(owned) == ["down", "square.0", "square.1", "square.2", "up"]
+    assert max(f["bytes"] for f in found) < 0.45 * whole
+
+
+def test_the_step_follows_its_table(tmp_path: Path) -> None:
+    """Waits and launches of a real step, in the order that hides them: see `interleaved`."""
+    (first, _) = together(tmp_path, 2, train, "interleaved", torch.float32)
+    events = [(s.kind, s.op, s.item) for s in first["trace"] if s.kind in ("launch", "compute", "copy")]
+    tables = ["embed", "head", "unused"]
+    launched = [item for kind, op, item in events if (kind, op) == ("launch", "reduce")]
+    assert launched[-2:] == ["matrices 0", "matrices 1"], "tables began in the backward pass"
+    after = [(op, item) for kind, op, item in events if op != "reduce"]
+    assert after == [
+        ("update", "small 0"), ("gather", "small 0"),
+        ("update", tables[0]), ("gather", tables[0]), ("update", tables[1]), ("gather", tables[1]),
+        ("update", tables[2]),
+        ("update", "matrices 0"), ("gather", "matrices 0"), ("update", "matrices 1"), ("gather", "matrices 1"),
+        ("finish", "matrices 0"), ("finish", "small 0"), ("finish", tables[0]), ("finish", tables[1]),
+        ("gather", tables[2]), ("finish", "matrices 1"), ("finish", tables[2]),
+    ]  # fmt: skip
+    assert all(a.end <= b.start for a, b in zip(first["trace"], first["trace"][1:], strict=False))
+
+
+def save_and_load(rank: int, size: int, saved: dict[str, Any] | None) -> dict[str, Any]:
+    net = Net(torch.bfloat16)
+    optimizer = Interleaved(net, members(net), average="sum")
+    if saved is not None:
+        with torch.no_grad():
+            for p, value in zip(net.parameters(), saved["weights"], strict=True):
+                p.copy_(value)
+        names = dict(net.named_parameters())
+        optimizer.scatter({names[name]: state for name, state in saved["state"].items()})
+    else:
+        for step in range(3):  # an odd number: gradients are waiting for Adam's next turn
+            for row in batch(step).tensor_split(size)[rank]:
+                with optimizer.no_sync():
+                    backward(net, row[None], 7 * 8)
+            optimizer.step()
+            optimizer.zero_grad()
+    names_of = {p: name for name, p in net.named_parameters()}
+    state = {names_of[p]: s for p, s in optimizer.gathered().state.items()}  # type: ignore[index]
+    masters = [optimizer.master(p) for p in net.parameters()]
+    return {"weights": digest(net), "state": state, "masters": masters}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_four_ranks_saved_any_number_loads(size: int, tmp_path: Path) -> None:
+    four = together(tmp_path, 4, save_and_load, None)[0]
+    again = together(tmp_path, size, save_and_load, four)
+    assert four["state"].keys() == again[0]["state"].keys() == dict(Net().named_parameters()).keys() - {"unused"}
+    for name, state in four["state"].items():
+        assert state.keys() == again[0]["state"][name].keys()
+        for key, value in state.items():
+            other = again[0]["state"][name][key]
+            assert torch.equal(value, other) if torch.is_tensor(value) else value == other, f"{name} {key}"
+    for rank in again:
+        assert all(map(torch.equal, rank["masters"], four["masters"])), "the exact weights, on every rank"
+
+
+def one_bad_gradient(rank: int, size: int) -> list[Any]:
+    net = Net()
+    optimizer = Interleaved(net, members(net))
+    found: list[Any] = []
+    backward(net, batch(0), 56)
+    if rank == 1:
+        assert net.up.grad is not None
+        net.up.grad[3, 4] = float("nan")
+    before = digest(net)
+    try:
+        optimizer.step()
+    except ValueError as e:
+        found.append(str(e))
+    found.append(all(map(torch.equal, before, digest(net))))
+    optimizer.zero_grad()
+    backward(net, batch(0), 56)  # the next step is a normal one
+    optimizer.step()
+    found.append(not torch.equal(before[0], net.embed))
+    return found
+
+
+def test_a_bad_gradient_on_one_rank_stops_all_before_any_weight_changes(tmp_path: Path) -> None:
+    for sentence, unchanged, goes_on in together(tmp_path, 3, one_bad_gradient):
+        assert sentence.startswith(
+            "The gradient of up is not finite (NaN or infinite) on rank 1; no weight was changed"
+        )
+        assert unchanged
+        assert goes_on
+
+
+def gradients_on_some_ranks(rank: int, size: int) -> list[Tensor]:
+    net = Net()
+    optimizer = Interleaved(net, members(net), average="sum")
+    if rank == 1:
+        backward(net, batch(0), 56)
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()  # and nobody has one: nothing happens
+    return digest(net)
+
+
+def test_ranks_without_gradients_take_part_without_a_hang(tmp_path: Path) -> None:
+    first, second, third = together(tmp_path, 3, gradients_on_some_ranks)
+    expected = alone(steps=1)
+    for a, b, c, e in zip(first, second, third, expected, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(b, c)
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)
+    assert torch.equal(first[-1], Net().unused), "what has no gradient anywhere is left alone"
+
+
+def forgotten_no_sync(rank: int, size: int) -> str:
+    net = Net()
+    Interleaved(net, members(net))
+    backward(net, batch(0), 56)
+    try:
+        backward(net, batch(1), 56)
+    except RuntimeError as e:
+        return str(e)
+    return "nothing was said"
+
+
+def test_a_second_backward_pass_without_no_sync_is_refused(tmp_path: Path) -> None:
+    for said in together(tmp_path, 2, forgotten_no_sync):
+        assert "came after its reduction had begun" in said
+        assert "no_sync()" in said
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_the_short_model_is_dealt_out_evenly(ranks: int) -> None:
+    """Bytes of state per rank within a tenth of the total over the ranks, at native size, on meta tensors."""
+    from speedrun.model.gpt import GPT
+    from speedrun.optim.config import build_optimizer
+    from speedrun.recipes import get_recipe
+
+    recipe = get_recipe("interleaved", "short")
+    with torch.device("meta"):
+        model = GPT(recipe.model, 16)
+        model.store_matrices(torch.bfloat16)
+    per_rank = []
+    for rank in range(ranks):
+        whole = build_optimizer(model.named_parameters(), recipe.optim)
+
+        def dealt(built: list[Any], rank: int = rank) -> Interleaved:
+            optimizer = Interleaved(model, built)
+            optimizer.team = Team(None, rank, ranks)
+            optimizer.items = optimizer._build(2, 1024)
+            return optimizer
+
+        shared = build_optimizer(model.named_parameters(), recipe.optim, dealt)
+        per_rank.append(sum(shared.state_bytes().values()))  # type: ignore[attr-defined]
+        total = sum(whole.state_bytes().values())  # type: ignore[attr-defined]
+    assert max(per_rank) < 1.1 * total / ranks
+    assert min(per_rank) > 0.9 * total / ranks
+
+
+def test_orders_are_tables_and_checked() -> None:
+    net = Net()
+    optimizer = Interleaved(net, members(net))
+    kinds = defaultdict(int)
+    for item in optimizer.items:
+        kinds[type(item)] += 1
+    assert kinds == {Rows: 3, Small: 1, Matrices: 2}
+    for order in (plain(optimizer.items), interleaved(optimizer.items)):
+        for item in optimizer.items:
+            assert [op for op, label in order if label == item.label] == list(OPS)
+    own = plain(optimizer.items)
+    assert Interleaved(net, members(net), order=own).order == own
+    with pytest.raises(ValueError, match=r"for 'embed'; it must have \['reduce', 'update', 'gather', 'finish'\]"):
+        Interleaved(net, members(net), order=[(op, label) for op, label in own if (op, label) != ("gather", "embed")])
+    with pytest.raises(ValueError, match="The order names 'nobody'"):
+        Interleaved(net, members(net), order=[*own, ("reduce", "nobody")])
+
+
+@pytest.mark.parametrize(
+    ("build", "sentence"),
+    [
+        (lambda net: Interleaved(net, []), "got no optimizers"),
+        (lambda net: Interleaved(net, members(net)[:1]), "No optimizer has embed"),
+        (lambda net: Interleaved(net, [torch.optim.SGD(net.parameters(), lr=1.0)]), "cannot shard SGD"),
+        (lambda net: Interleaved(net, members(net), order="random"), "order is 'random'; it must be one of: plain"),
+        (lambda net: Interleaved(net, members(net), average="median"), "average is 'median'"),
+        (lambda net: Interleaved(net, members(net), buckets=0), "buckets is 0"),
+        (lambda net: Interleaved(net, [*members(net), Muon([net.up])]), "up is in two groups"),
+    ],
+)
+def test_bad_input_is_refused_by_name(build: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        build(Net())
