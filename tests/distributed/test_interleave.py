@@ -44,8 +44,8 @@ def members(net: Net) -> list[Any]:
     rest = [(n, p) for n, p in net.named_parameters() if not n.startswith(("square", "up", "down"))]
     return [
         NorMuon([{"params": matrices, "lr_mul": [1.0, 2.0, 1.0, 1.0, 0.5]}], lr=0.02, weight_decay=0.1, update_ema=0.2),
-        Adam([{"params": rest[:1], "betas": (0.5, 0.9)}, {"params": rest[1:]}], lr=0.01, every=2, weight_decay=0.01,
-             decay="cautious"),
+        Adam([{"params": rest[:1], "betas": (0.5, 0.9)}, {"params": rest[1:]}], lr=0.01, eps=1e-3, every=2,
+             weight_decay=0.01, decay="cautious"),
     ]  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def test_any_number_of_ranks_trains_what_one_process_would(size: int, order: str
     expected = alone()
     found = together(tmp_path, size, train, order, torch.float32)
     for a, b in zip(found[0]["after"][-1], expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # a sign that flips lets decay act or not: lr * 0.01
     for step in range(STEPS):
         for other in found[1:]:
             assert all(map(torch.equal, other["after"][step], found[0]["after"][step])), f"equal bits after step {step}"
@@ -117,7 +117,7 @@ def test_bf16_weights_are_exact_underneath_on_any_number_of_ranks(tmp_path: Path
     found = together(tmp_path, 2, train, "interleaved", torch.bfloat16)
     assert all(map(torch.equal, found[0]["after"][-1], found[1]["after"][-1]))
     for a, b in zip(found[0]["after"][-1], expected, strict=True):
-        torch.testing.assert_close(a.float(), b.float(), rtol=0.02, atol=0.01)
+        torch.testing.assert_close(a.float(), b.float(), rtol=0.02, atol=0.03)
 
 
 def test_snoo_goes_around_it(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_snoo_goes_around_it(tmp_path: Path) -> None:
     found = together(tmp_path, 3, train, "interleaved", torch.bfloat16, True)
     assert all(map(torch.equal, found[0]["after"][-1], found[2]["after"][-1]))
     for a, b in zip(found[0]["after"][-1], digest(net), strict=True):
-        torch.testing.assert_close(a.float(), b.float(), rtol=0.02, atol=0.01)
+        torch.testing.assert_close(a.float(), b.float(), rtol=0.02, atol=0.03)
 
 
 def test_state_exists_once_over_all_ranks(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def one_bad_gradient(rank: int, size: int) -> list[Any]:
     optimizer.zero_grad()
     backward(net, batch(0), 56)  # the next step is a normal one
     optimizer.step()
-    found.append(not torch.equal(before[0], net.embed))
+    found.append(not any(map(torch.equal, before[2:4], (net.up, net.down))))
     return found
 
 
@@ -239,6 +239,7 @@ def gradients_on_some_ranks(rank: int, size: int) -> list[Tensor]:
     optimizer.step()
     optimizer.zero_grad()
     optimizer.step()  # and nobody has one: nothing happens
+    assert torch.equal(net.unused, Net().unused), "what has no gradient anywhere is left alone"
     return digest(net)
 
 
@@ -249,7 +250,6 @@ def test_ranks_without_gradients_take_part_without_a_hang(tmp_path: Path) -> Non
         assert torch.equal(a, b)
         assert torch.equal(b, c)
         torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)
-    assert torch.equal(first[-1], Net().unused), "what has no gradient anywhere is left alone"
 
 
 def forgotten_no_sync(rank: int, size: int) -> str:

@@ -1,4 +1,4 @@
-"""Whole runs in several processes: the losses of one process, weights of equal bits, one run folder, any number resumes."""
+"""Whole runs in several processes: the losses of one, weights of equal bits, one run folder, any number resumes."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def train(
     losses, hashes = [], []
     for step in range(STEPS):
         losses.append(trainer.step(recipe.schedule.at(step), batches.next()))
-        hashes.append(hash(tuple(float(p.double().sum()) for p in trainer.model.parameters())))
+        hashes.append(hash(tuple(float(p.detach().double().sum()) for p in trainer.model.parameters())))
     batches.close()
     return losses, hashes, trainer.validate("val", STEPS)
 

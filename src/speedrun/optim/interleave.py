@@ -490,6 +490,15 @@ class Interleaved(Optimizer):
 
         return arrived
 
+    def launch(self) -> None:
+        """Begin the reductions that the backward pass did not begin, as on a rank that had nothing to train on.
+
+        `step` does so itself. Call it before collectives of your own between the backward pass and `step`: they must
+        come in the same order on all ranks.
+        """
+        for item in self.early:
+            self._launch(item)
+
     @torch.no_grad()
     def _launch(self, item: Item) -> None:
         if not item.launched:
@@ -522,8 +531,7 @@ class Interleaved(Optimizer):
 
     @torch.no_grad()
     def _step(self) -> None:
-        for item in self.early:
-            self._launch(item)
+        self.launch()
         has_gradient, finite = self._agree()
         for op, label in self.order:
             item = self.item[label]
@@ -609,6 +617,8 @@ class Interleaved(Optimizer):
         self.trace.append(Span(kind, item, op, start, time.perf_counter()))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch; reductions of a step that is not made after all are waited for and forgotten."""
+        self._forget()
         for member in self.optimizers:
             member.zero_grad(set_to_none)
 

@@ -202,8 +202,9 @@ class Trainer:
 
     def agreed(self, loss: Tensor) -> float:
         """The sum over the ranks, which also learn here that one of them was told to stop."""
-        if self.team.size == 1:
+        if self.sharded is None:
             return loss.item()
+        self.sharded.launch()
         told = torch.stack([loss, torch.tensor(float(self.stop_signal or 0), device=self.device)])
         self.team.sum(told).wait()
         total, stop = told.tolist()
