@@ -86,7 +86,7 @@ def multi_token_sum(
 
     Targets beyond the row do not count, nor (unless the config says so) those of another document.
     """
-    n = pieces(*targets_BT.shape, weight_VD)
+    n = pieces(targets_BT.shape[0], targets_BT.shape[1], weight_VD)
     documents = [None] * n if documents_BT is None else documents_BT.tensor_split(n)
     losses = [
         _multi_token_sum(x, weight_VD, targets, weights_M, config, numbers)

@@ -431,7 +431,7 @@ class Interleaved(Optimizer):
         self._syncing = True
         self._last_finite: tuple[Tensor, Any] | None = None
         self._hooks = [
-            ref.param.register_post_accumulate_grad_hook(self._hook(item))  # type: ignore[attr-defined]
+            ref.param.register_post_accumulate_grad_hook(self._hook(item))
             for item in self.early
             for ref in item.refs
             if self.team.size > 1
@@ -509,7 +509,7 @@ class Interleaved(Optimizer):
     # -------------------------------------------------------------------- step
 
     @torch.compiler.disable
-    def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:
         """One update of every parameter that has a gradient on any rank. Gradients are left as they are."""
         loss = None
         if closure is not None:
