@@ -21,8 +21,8 @@ def pocket() -> Recipe:
         base,
         name="muon",
         about=ABOUT,
-        optim=replace(base.optim, lr=0.004, matrices="muon", muon=replace(MUON, lr=0.001, weight_decay=1.0)),
-        schedule=replace(base.schedule, steps=2050, warmup=0.0),
+        optim=replace(base.optim, lr=0.005, matrices="muon", muon=replace(MUON, lr=0.0013, weight_decay=1.0)),
+        schedule=replace(base.schedule, steps=950, rows=16, warmup=0.0),
     )
 
 

@@ -22,8 +22,8 @@ def pocket() -> Recipe:
         base,
         name="orthogonal-nesterov",
         about=ABOUT,
-        optim=replace(base.optim, lr=0.003, matrices="muon", muon=replace(MUON, lr=0.015, weight_decay=0.07)),
-        schedule=replace(base.schedule, steps=2150),
+        optim=replace(base.optim, lr=0.004, matrices="muon", muon=replace(MUON, lr=0.02, weight_decay=0.07)),
+        schedule=replace(base.schedule, steps=998, rows=16),
     )
 
 
