@@ -210,14 +210,18 @@ def main() -> None:
     parser.add_argument(
         "--large", action=argparse.BooleanOptionalAction, default=True, help="also 12 layers of width 768"
     )
+    parser.add_argument(
+        "--peers", action=argparse.BooleanOptionalAction, default=True, help="also other people's Muon, some minutes"
+    )
     args = parser.parse_args()
     for line in choose().lines():
         print(line)
     if args.part in ("all", "steps"):
-        compare_steps(6, 384, args.rounds)
+        compare_steps(6, 384, args.rounds, args.peers)
         if args.large:
             compare_steps(12, 768, max(2, args.rounds // 3), with_peers=False)
-            compare_steps(1, 768, 2)  # peers that multiply bfloat16 take minutes for twelve layers on many CPUs
+            if args.peers:
+                compare_steps(1, 768, 2)  # peers that multiply bfloat16 take minutes for twelve layers on many CPUs
     if args.part in ("all", "training"):
         pocket = GPTConfig(layers=3, width=192, heads=3, tied=True)
         compare_training(pocket, 32, 128, 32, 3 * args.rounds)

@@ -150,7 +150,7 @@ def test_views_and_strides_do_not_matter_and_the_input_is_kept() -> None:
 
 
 def test_a_matrix_that_wants_gradients_is_fine_and_gets_none() -> None:
-    g = matrices(7, 400, 400)
+    g = matrices(7, 520, 520)
     assert torch.equal(orthogonalize(g.clone().requires_grad_()), orthogonalize(g))
     assert not orthogonalize(g.clone().requires_grad_()).requires_grad
 
