@@ -368,7 +368,8 @@ class Interleaved(Optimizer):
             that were divided by the tokens of all ranks.
         buckets: in how many parts the matrices of one dtype travel.
         replicate_below: tensors with fewer weights are trained by every rank.
-        process_group: None takes the default one; without any, this is one rank.
+        process_group: None takes the default one; without any, this is one rank. GPUs need a backend for small CPU
+            tensors beside NCCL: init_process_group("cpu:gloo,cuda:nccl").
         trace: a list that receives a `Span` for everything a step does.
 
     All ranks must step together. A parameter that has a gradient on some ranks only is trained with what they have.
@@ -595,8 +596,10 @@ class Interleaved(Optimizer):
         has_gradient = {ref.param for k, ref in enumerate(self.refs) if flags[k]}
         if on_cpu:
             return has_gradient, 1.0
-        sums = [ref.param.grad.sum().isfinite() for ref in self.refs if ref.param.grad is not None]
-        bad = (~torch.stack(sums).all()).to(torch.int32)
+        bad = torch.zeros((), dtype=torch.int32, device=self.refs[0].param.device)
+        for ref in self.refs:
+            if ref.param.grad is not None:
+                bad |= ~ref.param.grad.sum().isfinite()
         finite = self.team.largest(bad) == 0
         event = None
         answer = finite
