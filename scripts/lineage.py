@@ -47,7 +47,6 @@ QUESTIONS = {
         Entrant("as the recipe", "interleaved", SHORT),
         Entrant("bf16 without the remainder", "interleaved", (*SHORT, "--optim.weights", "bf16")),
         Entrant("beta1 by frequency", "interleaved", (*SHORT, "--optim.row-beta1", "True")),
-        Entrant("beta1 0.9", "interleaved", (*SHORT, "--optim.embed.beta1", "0.9", "--optim.head.beta1", "0.9")),
     ],
 }
 
