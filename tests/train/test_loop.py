@@ -197,6 +197,7 @@ def test_a_run_that_had_to_halve_its_micro_batches_resumes_compiled(tokens: Toke
 def test_ctrl_c_ends_the_run_after_its_step_and_saves_it(tokens: TokenFolder, tmp_path: Path) -> None:
     trainer = tiny_trainer(tokens, tmp_path / "run")
     step, done = trainer.step, []
+    handler = signal.getsignal(signal.SIGINT)
 
     def interrupted(*args: object) -> float:
         done.append(1)
@@ -210,7 +211,7 @@ def test_ctrl_c_ends_the_run_after_its_step_and_saves_it(tokens: TokenFolder, tm
     saved = checkpoint.newest_good(tmp_path / "run" / "checkpoints", notice=pytest.fail)
     assert saved is not None
     assert saved.step == 4
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler, "as it was, whatever it was"
 
 
 def test_validation_is_the_mean_over_every_token_and_touches_nothing(tokens: TokenFolder, tmp_path: Path) -> None:
