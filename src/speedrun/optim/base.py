@@ -146,14 +146,7 @@ class SpeedrunOptimizer(Optimizer):
         if work[0].param.device.type != "cpu":
             finite = torch.stack([w.grad.sum().isfinite() for w in work]).all()
             finite = self._everywhere(finite)
-            event = None
-            if finite.device.type == "cuda":
-                answer = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(finite, non_blocking=True)
-                event = torch.cuda.Event()
-                event.record()
-                self._flag = (answer, event)
-            else:
-                self._flag = (finite, None)
+            self._ask_later(finite)
             return finite.float()
         for w in work:
             if not all_finite(w.grad):
@@ -170,6 +163,16 @@ class SpeedrunOptimizer(Optimizer):
             torch.distributed.all_reduce(answer, torch.distributed.ReduceOp.MIN)
             return answer.bool()
         return finite
+
+    def _ask_later(self, finite: Tensor) -> None:
+        """Let the answer travel to the CPU while the GPU works on; the next step reads it."""
+        if finite.device.type != "cuda":
+            self._flag = (finite, None)
+            return
+        answer = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(finite, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._flag = (answer, event)
 
     def _raise_last(self) -> None:
         if self._flag is None:

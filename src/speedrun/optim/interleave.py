@@ -430,7 +430,6 @@ class Interleaved(Optimizer):
         self._next_early = 0
         self._ready: dict[str, int] = defaultdict(int)
         self._syncing = True
-        self._last_finite: tuple[Tensor, Any] | None = None
         self._hooks = [
             ref.param.register_post_accumulate_grad_hook(self._hook(item))
             for item in self.early
@@ -566,16 +565,7 @@ class Interleaved(Optimizer):
         The second answer is waited for on a CPU, before any weight changes; on a GPU the update is masked with it and
         the error comes with the next step, as in a single process.
         """
-        if self._last_finite is not None:
-            answer, event = self._last_finite
-            self._last_finite = None
-            if event is not None:
-                event.synchronize()
-            if not answer.item():
-                raise NonFiniteGradient(
-                    "A gradient of the previous step was not finite (NaN or infinite) on some rank; that step changed "
-                    "no weight. Skip such steps, lower the learning rate, or clip the gradients."
-                )
+        self.optimizers[0]._raise_last()
         on_cpu = self.refs[0].param.device.type == "cpu"
         flags = torch.zeros(len(self.refs) + 1, dtype=torch.int32)
         for k, ref in enumerate(self.refs):
@@ -601,13 +591,7 @@ class Interleaved(Optimizer):
             if ref.param.grad is not None:
                 bad |= ~ref.param.grad.sum().isfinite()
         finite = self.team.largest(bad) == 0
-        event = None
-        answer = finite
-        if finite.device.type == "cuda":
-            answer = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(finite, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        self._last_finite = answer, event
+        self.optimizers[0]._ask_later(finite)
         return has_gradient, finite.float()
 
     @contextmanager
