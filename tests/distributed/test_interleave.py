@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speedrun.optim import Adam, Combined, Interleaved, Muon, NorMuon, Snoo
-from speedrun.optim.interleave import OPS, Matrices, Rows, Small, Span, Team, interleaved, plain
+from speedrun.optim.interleave import Span
+from speedrun.optim.pipeline import OPS, Matrices, Rows, Small, Team, interleaved, plain
 from tests.distributed.ranks import together
 
 STEPS = 6

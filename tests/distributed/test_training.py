@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from speedrun.data.shards import TokenFolder
-from speedrun.optim.interleave import Team
+from speedrun.optim.pipeline import Team
 from speedrun.train.config import with_fields
 from speedrun.train.device import choose
 from speedrun.train.distributed import Muted

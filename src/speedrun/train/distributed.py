@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from speedrun.errors import UserError
-from speedrun.optim.interleave import Team
+from speedrun.optim.pipeline import Team
 
 PATIENCE = 300.0  # seconds a rank waits for another before it gives up; compiling takes the longest
 

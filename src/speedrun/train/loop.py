@@ -31,7 +31,8 @@ from speedrun.model.head import describe_fp8
 from speedrun.optim import Combined, Interleaved, Snoo
 from speedrun.optim.base import NonFiniteGradient, SpeedrunOptimizer
 from speedrun.optim.config import build_optimizer, copy_state, master, set_master
-from speedrun.optim.interleave import Team, Whole
+from speedrun.optim.interleave import Whole
+from speedrun.optim.pipeline import Team
 from speedrun.train import checkpoint, telemetry
 from speedrun.train.clock import Clock, synchronize
 from speedrun.train.config import Recipe

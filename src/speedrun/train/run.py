@@ -21,7 +21,7 @@ from speedrun.data import fineweb
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError
 from speedrun.files import locked
-from speedrun.optim.interleave import Team
+from speedrun.optim.pipeline import Team
 from speedrun.tracks import Track
 from speedrun.train import checkpoint
 from speedrun.train.config import Recipe, differences, recipe_from_dict, to_dict, with_fields

@@ -1,0 +1,321 @@
+"""What the sharded step is made of: the ranks, the items that travel between them, and orders of operations as tables.
+
+`speedrun.optim.interleave` has the optimizer that carries an order out. A new way to deal a parameter out is an `Item`
+here; a new order is a function from items to a list.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from speedrun.optim.base import Group, SpeedrunOptimizer, Work
+
+Op = Literal["reduce", "update", "gather", "finish"]
+OPS: tuple[Op, ...] = ("reduce", "update", "gather", "finish")
+Order = list[tuple[Op, str]]
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A parameter, with where it stands in which optimizer."""
+
+    name: str
+    param: Tensor
+    member: SpeedrunOptimizer
+    group: Group
+    index: int
+
+    def work(self, local: Tensor, grad: Tensor) -> Work:
+        return Work(local, grad, self.member.state[local], self.group, self.index, self.name)
+
+
+@dataclass
+class Team:
+    """The ranks that train together; alone, every collective is already done."""
+
+    group: Any = None
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def of(cls, group: Any) -> "Team":
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls()
+        return cls(group, dist.get_rank(group), dist.get_world_size(group))
+
+    def scatter_sum(self, out: Tensor, whole: Tensor) -> Any:
+        """`out` becomes this rank's part of the sum of `whole` over the ranks."""
+        if self.size == 1:
+            out.copy_(whole)
+            return None
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return scatter(out, whole, group=self.group, async_op=True)
+
+    def gather(self, whole: Tensor, part: Tensor) -> Any:
+        if self.size == 1:
+            whole.copy_(part)
+            return None
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return gather(whole, part, group=self.group, async_op=True)
+
+    def sum(self, x: Tensor) -> Any:
+        return None if self.size == 1 else dist.all_reduce(x, group=self.group, async_op=True)
+
+    def largest(self, x: Tensor) -> Tensor:
+        if self.size > 1:
+            dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
+        return x
+
+    def send_from(self, rank: int, x: Tensor) -> Tensor:
+        """`x` of one rank, on all of them. As bytes: not every backend knows every integer."""
+        if self.size > 1 and x.numel():
+            source = rank if self.group is None else dist.get_global_rank(self.group, rank)
+            flat = x.contiguous()
+            dist.broadcast(flat.view(-1).view(torch.uint8), source, group=self.group)
+            if flat is not x:
+                x.copy_(flat)
+        return x
+
+    def everybodys(self, value: Any) -> list[Any]:
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+
+# -------------------------------------------------------------------------------------------------- items
+
+
+@dataclass
+class Item:
+    """Parameters that travel together. Subclasses say how."""
+
+    label: str
+    refs: list[Ref]
+    team: Team
+    mean: bool
+    pending: Any = field(default=None, init=False)
+    launched: bool = field(default=False, init=False)
+
+    def wait(self) -> None:
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = None
+
+    def gradient(self, flat: Tensor, like: Tensor) -> Tensor:
+        g = flat.view(like.shape)
+        return g.div_(self.team.size) if self.mean and self.team.size > 1 else g
+
+    def locals(self) -> Iterator[tuple[Ref, Tensor]]:
+        """What this rank trains: a parameter, or a part of one."""
+        raise NotImplementedError
+
+    def reduce(self) -> None:
+        raise NotImplementedError
+
+    def gradients(self) -> Iterator[tuple[Ref, Tensor, Tensor]]:
+        """(parameter, this rank's part of it, the summed gradient of that part), once `reduce` has arrived."""
+        raise NotImplementedError
+
+    def gather(self) -> None:
+        """Launch it; small tensors need none."""
+
+    def finish(self) -> None:
+        """Put into place what has arrived."""
+
+
+class Matrices(Item):
+    """Whole matrices, dealt out so that every rank has about the same number of weights."""
+
+    def __init__(self, label: str, refs: list[Ref], team: Team, mean: bool, load: list[int]) -> None:
+        super().__init__(label, refs, team, mean)
+        self.owner: dict[Tensor, int] = {}
+        self.offset: dict[Tensor, int] = {}
+        here = [0] * team.size
+        for ref in sorted(refs, key=lambda r: -r.param.numel()):  # the largest first, each to who has least
+            rank = min(range(team.size), key=lambda r: (here[r], load[r], r))
+            self.owner[ref.param], self.offset[ref.param] = rank, here[rank]
+            here[rank] += ref.param.numel()
+            load[rank] += ref.param.numel()
+        self.chunk = max(here)
+        self.whole: Tensor | None = None
+        self.part: Tensor | None = None
+
+    def place(self, buffer: Tensor, p: Tensor) -> Tensor:
+        start = self.owner[p] * self.chunk + self.offset[p]
+        return buffer[start : start + p.numel()]
+
+    def locals(self) -> Iterator[tuple[Ref, Tensor]]:
+        for ref in self.refs:
+            if self.owner[ref.param] == self.team.rank:
+                yield ref, ref.param
+
+    def reduce(self) -> None:
+        first = self.refs[0].param
+        if self.whole is None or self.part is None:
+            self.whole, self.part = first.new_zeros(self.team.size * self.chunk), first.new_zeros(self.chunk)
+        for ref in self.refs:
+            there = self.place(self.whole, ref.param)
+            if ref.param.grad is None:
+                there.zero_()
+            else:
+                there.copy_(ref.param.grad.reshape(-1))
+        self.pending = self.team.scatter_sum(self.part, self.whole)
+
+    def gradients(self) -> Iterator[tuple[Ref, Tensor, Tensor]]:
+        assert self.part is not None
+        for ref, p in self.locals():
+            start = self.offset[p]
+            yield ref, p, self.gradient(self.part[start : start + p.numel()], p)
+
+    def gather(self) -> None:
+        assert self.whole is not None
+        assert self.part is not None
+        for _, p in self.locals():
+            start = self.offset[p]
+            self.part[start : start + p.numel()].copy_(p.detach().reshape(-1))
+        self.pending = self.team.gather(self.whole, self.part)
+
+    def finish(self) -> None:
+        assert self.whole is not None
+        for ref in self.refs:
+            if self.owner[ref.param] != self.team.rank:
+                ref.param.copy_(self.place(self.whole, ref.param).view_as(ref.param))
+
+
+class Rows(Item):
+    """A table cut by rows; the last ranks get fewer, or none, where it does not divide."""
+
+    def __init__(self, label: str, refs: list[Ref], team: Team, mean: bool) -> None:
+        super().__init__(label, refs, team, mean)
+        (self.ref,) = refs
+        p = self.ref.param
+        self.per = math.ceil(p.shape[0] / team.size)
+        self.bounds = [(min(r * self.per, len(p)), min((r + 1) * self.per, len(p))) for r in range(team.size)]
+        start, end = self.bounds[team.rank]
+        self.local = p.detach()[start:end]  # shares memory and version counter with the parameter
+        self.even = team.size * self.per == len(p)
+        self.whole: Tensor | None = None
+        self.part: Tensor | None = None
+
+    def locals(self) -> Iterator[tuple[Ref, Tensor]]:
+        if len(self.local):
+            yield self.ref, self.local
+
+    def filled_up(self) -> Tensor:
+        p = self.ref.param
+        if self.whole is None:
+            self.whole = p.new_zeros(self.team.size * self.per, *p.shape[1:])
+        return self.whole
+
+    def reduce(self) -> None:
+        p = self.ref.param
+        if self.part is None:
+            self.part = p.new_zeros(self.per, *p.shape[1:])
+        if p.grad is not None and self.even and p.grad.is_contiguous() and p.grad.dtype == p.dtype:
+            whole = p.grad
+        else:
+            whole = self.filled_up()
+            whole[: len(p)].copy_(p.grad) if p.grad is not None else whole.zero_()
+        self.pending = self.team.scatter_sum(self.part, whole)
+
+    def gradients(self) -> Iterator[tuple[Ref, Tensor, Tensor]]:
+        assert self.part is not None
+        for ref, local in self.locals():
+            yield ref, local, self.gradient(self.part[: len(local)], local)
+
+    def gather(self) -> None:
+        if self.team.size == 1:
+            return
+        assert self.part is not None
+        self.part[: len(self.local)].copy_(self.local)
+        target = self.ref.param.detach() if self.even and self.ref.param.is_contiguous() else self.filled_up()
+        self.pending = self.team.gather(target, self.part)
+
+    def finish(self) -> None:
+        if self.team.size == 1:
+            return
+        if not (self.even and self.ref.param.is_contiguous()):
+            assert self.whole is not None
+            start, end = self.bounds[self.team.rank]
+            p = self.ref.param.detach()
+            p[:start].copy_(self.whole[:start])
+            p[end:].copy_(self.whole[end : len(p)])
+        self.ref.member.vouch(self.local)  # the other rows of its memory were written, not these
+
+
+class Small(Item):
+    """Small tensors, averaged together and trained by every rank alike."""
+
+    flat: Tensor | None = None
+
+    def locals(self) -> Iterator[tuple[Ref, Tensor]]:
+        for ref in self.refs:
+            yield ref, ref.param
+
+    def reduce(self) -> None:
+        if self.flat is None:
+            self.flat = self.refs[0].param.new_zeros(sum(ref.param.numel() for ref in self.refs))
+        for ref, there in zip(self.refs, self.parts(), strict=True):
+            there.copy_(ref.param.grad.reshape(-1)) if ref.param.grad is not None else there.zero_()
+        self.pending = self.team.sum(self.flat)
+
+    def parts(self) -> Sequence[Tensor]:
+        assert self.flat is not None
+        return self.flat.split([ref.param.numel() for ref in self.refs])
+
+    def gradients(self) -> Iterator[tuple[Ref, Tensor, Tensor]]:
+        for ref, part in zip(self.refs, self.parts(), strict=True):
+            yield ref, ref.param, self.gradient(part, ref.param)
+
+
+# ------------------------------------------------------------------------------------------------- orders
+
+
+def plain(items: Sequence[Item]) -> Order:
+    """One operation after the other, each for all items: everything is waited for at once."""
+    return [(op, item.label) for op in OPS for item in items]
+
+
+def interleaved(items: Sequence[Item]) -> Order:
+    """The matrices' gradients travel while Adam computes, Adam's weights travel while the matrices are trained.
+
+    1. the reductions of the matrices are launched (those of tables began during the backward pass);
+    2. each table is trained as its gradient arrives, and sets out at once, all but the last one;
+    3. each bucket of matrices is trained, and sets out; all but the last one are put into place;
+    4. the tables of 2 are put into place;  5. the last table sets out;  6. the last bucket;  7. the last table.
+    """
+    matrices = [item.label for item in items if isinstance(item, Matrices)]
+    others = [item.label for item in items if not isinstance(item, Matrices)]
+    small = [item.label for item in items if isinstance(item, Small)]
+    tables = [label for label in others if label not in small]
+    order: Order = [("reduce", label) for label in others + matrices]
+    for label in small + tables:
+        order.append(("update", label))
+        if label not in tables[-1:]:
+            order.append(("gather", label))
+    for label in matrices:
+        order += [("update", label), ("gather", label)]
+    order += [("finish", label) for label in matrices[:-1] + small + tables[:-1]]
+    order += [("gather", label) for label in tables[-1:]]
+    return order + [("finish", label) for label in matrices[-1:] + tables[-1:]]
+
+
+ORDERS: dict[str, Callable[[Sequence[Item]], Order]] = {"plain": plain, "interleaved": interleaved}
+
+
+def check_order(order: Order, items: Sequence[Item]) -> None:
+    """Every item goes once through every operation, in their order."""
+    for item in items:
+        found = [op for op, label in order if label == item.label]
+        if found != list(OPS):
+            raise ValueError(f"The order has {found} for {item.label!r}; it must have {list(OPS)}, each once.")
+    unknown = {label for _, label in order} - {item.label for item in items}
+    if unknown:
+        raise ValueError(f"The order names {sorted(unknown)[0]!r}; the items are: {', '.join(i.label for i in items)}.")
