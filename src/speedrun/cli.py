@@ -38,9 +38,10 @@ from speedrun.train import dryrun
 from speedrun.train import run as run_room
 from speedrun.train.config import Recipe, ValidationConfig, fields_of, meanings, recipe_from_dict
 from speedrun.train.device import CompilerConfig, Machine, choose
-from speedrun.train.distributed import is_first, launch, ranks, speaks
+from speedrun.train.distributed import PATIENCE, is_first, launch, may_restart, ranks, restarted, speaks
 from speedrun.train.loop import Options
 from speedrun.train.schedule import ScheduleConfig
+from speedrun.train.watch import RankLost
 
 console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 say = console.print
@@ -146,6 +147,12 @@ class Train:
     """Show a little text from the model at the end."""
     nproc: int = 1
     """Processes on this machine that train together. For several machines: `torchrun ... -m speedrun train`."""
+    max_restarts: int = 0
+    """With --nproc: how often a run that lost a process goes on by itself, from its last checkpoint."""
+    patience: float = PATIENCE
+    """With several processes: seconds that they wait for one that hangs; four times as long while something compiles."""
+    backend: str = "auto"
+    """With several processes: auto, gloo or nccl."""
     dry_run: bool = False
     """Train nothing and write nothing: say what the run would be, its memory and time, and whether it fits (exit code
     0) or not (2). `--dry-run` alone will do."""
@@ -206,8 +213,12 @@ def train(args: Sequence[str]) -> int:
     if given.target is not None and given.data is None:
         raise UserError(f"--target {given.target} goes with --data; the target of track {given.track!r} is fixed.")
     track = own_track(given.data, given.target) if given.data else get_track(given.track)
+    if given.max_restarts and given.nproc == 1 and ranks() == 1:
+        raise UserError(f"--max-restarts {given.max_restarts} goes with --nproc; one process is resumed with --resume.")
     if given.nproc != 1 and ranks() == 1 and not given.dry_run:
-        return launch(given.nproc, args)
+        if given.max_restarts and not (given.out or given.resume):  # the next attempt must find the run
+            args = [*args, "--out", str(run_room.new_run_path(recipe, track, given.seed))]
+        return launch(given.nproc, args, given.max_restarts)
     return run_training(given, recipe, track)
 
 
@@ -219,14 +230,29 @@ def run_training(given: Train, recipe: Recipe, track: Track) -> int:
             raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}.")
     if not 0 <= given.seed < 2**63:
         raise UserError(f"--seed is {given.seed}; it must lie between 0 and 2**63 - 1.")
-    options = Options(given.seed, given.compile, every, given.keep, given.save, given.micro_rows)
+    options = Options(
+        given.seed,
+        given.compile,
+        every,
+        given.keep,
+        given.save,
+        given.micro_rows,
+        patience=given.patience,
+        backend=given.backend,
+    )
     machine = given.machine.choose(recipe.model.head_width)
     if given.dry_run:
         if given.resume:
             raise UserError(f"--dry-run does not go with --resume {given.resume}: it tells of a new run; drop one.")
         return dry_run(dryrun.examine(recipe, track, machine, options, given.out or Path("runs")))
     where: Path | None = None
-    if given.resume == "auto":
+    if may_restart() and not (given.out or given.resume):
+        raise UserError("With restarts every attempt must find the run: pass --out FOLDER.")
+    if restarted() and given.out and (given.out / "run.json").exists():
+        if (given.out / "result.json").exists() and run_room.read_result(given.out)["status"] != "interrupted":
+            return 1  # it had ended already, and has said how; torchrun starts again whatever ended with 1
+        where = given.out
+    elif given.resume == "auto":
         where = given.out if given.out and (given.out / "run.json").exists() else None
         where = where or (None if given.out else run_room.newest_unfinished(recipe, track, given.seed, say))
         if where is None:
@@ -616,6 +642,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if speaks(e):
             print(f"speedrun: {e}", file=sys.stderr)
         return 2
+    except RankLost as e:
+        if not e.told:
+            print(f"speedrun: {e}; all ranks end.", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("speedrun: stopped", file=sys.stderr)
         return 128 + signal.SIGINT

@@ -37,10 +37,11 @@ from speedrun.train import checkpoint, telemetry
 from speedrun.train.clock import Clock, synchronize
 from speedrun.train.config import Recipe
 from speedrun.train.device import Machine, compiled
-from speedrun.train.distributed import Muted
+from speedrun.train.distributed import PATIENCE, Muted
 from speedrun.train.progress import Report
 from speedrun.train.runlog import RunFolder, train_line, val_line
 from speedrun.train.schedule import Stage
+from speedrun.train.watch import Watch, lost_connection
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,10 @@ class Options:
     """Validate on the first so many tokens of the split; None takes all of it."""
     splits: tuple[str, ...] = ("val",)
     """Splits measured at the end; the first one is the validation split of the whole run."""
+    patience: float = PATIENCE
+    """Seconds that ranks wait for one of them before all give up."""
+    backend: str = "auto"
+    """What carries messages between ranks: gloo or nccl; auto takes nccl on GPUs."""
 
 
 class NonFiniteLoss(Exception):
@@ -102,6 +107,7 @@ class Trainer:
         folder: RunFolder | Muted,
         report: Report,
         team: Team | None = None,
+        watch: Watch | None = None,
     ) -> None:
         if tokens.vocab_size > recipe.model.vocab:
             raise UserError(
@@ -110,7 +116,7 @@ class Trainer:
             )
         self.recipe, self.tokens, self.machine, self.options = recipe, tokens, machine, options
         self.folder, self.report = folder, report
-        self.team = team or Team()
+        self.team, self.watch = team or Team(), watch
         self.device = machine.device
         self.steps = recipe.schedule.total
         torch.manual_seed(options.seed)
@@ -142,6 +148,11 @@ class Trainer:
 
     def say(self, line: str) -> None:
         self.folder.log(line)
+
+    def at(self, doing: str, *, compiling: bool = False) -> None:
+        """Where this rank is, for the case that it gets no further and others wait for it."""
+        if self.watch is not None:
+            self.watch.at(doing, compiling=compiling)
 
     # ---------------------------------------------------------------- one step
 
@@ -250,6 +261,7 @@ class Trainer:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.optim.clip, foreach=True)
         self.set_rates(stage)
         try:
+            self.at(f"training the weights in step {stage.step}")
             self.optimizer.step()
         except NonFiniteGradient as e:
             raise NonFiniteLoss(f"the loss of step {stage.step} is finite, but a gradient is not: {e}") from e
@@ -319,9 +331,11 @@ class Trainer:
             v, schedule = self.recipe.validation, self.recipe.schedule
             for stage in schedule.visits():
                 for _ in range(2):
+                    self.at(f"warming up with {stage.rows} rows of {stage.length}", compiling=True)
                     with contextlib.suppress(NonFiniteLoss):  # an absurd learning rate fails in the run, not here
                         self.step(dataclasses.replace(stage, lr=1e-3), made_up(stage.rows, stage.length))
             for stage in {stage.shape: stage for stage in map(schedule.after, self.validations())}.values():
+                self.at("warming up the validation", compiling=True)
                 self.model.stretch(stage.windows_so_far)
                 with torch.no_grad():
                     self.micro_loss(made_up(v.rows, v.length), stage).item()
@@ -331,7 +345,7 @@ class Trainer:
         except UserError:
             raise
         except Exception as e:
-            if self.loss_of is self.model:
+            if self.loss_of is self.model or lost_connection(e):
                 raise
             self.say(f"torch.compile failed here ({type(e).__name__}); going on without it, about 1.2x slower")
             self.loss_of = self.model
@@ -352,6 +366,7 @@ class Trainer:
 
     def save(self, done: int) -> None:
         """Write a checkpoint: rank 0 does, of what all of them bring; it does not depend on how many they are."""
+        self.at(f"saving after {done} steps")
         whole = self.sharded.gathered() if self.sharded else self.optimizer
         weights = {f"model.{name}": self.exact(p) for name, p in self.model.named_parameters()}
         if self.team.rank:
@@ -488,7 +503,9 @@ class Trainer:
             self.validation(0)
         for s in range(self.start, self.steps):
             stage = self.recipe.schedule.at(s)
+            self.at(f"reading the batch of step {s}")
             batch = batches.next()
+            self.at(f"computing step {s}")
             loss = self.step(stage, batch)
             self.loader_state = batch.state
             self.tokens_seen += stage.tokens
@@ -514,6 +531,7 @@ class Trainer:
         """Measure and log, while the clock stands still."""
         self.clock.stop()
         splits = self.options.splits if done == self.steps else self.options.splits[:1]
+        self.at(f"validating after {done} steps", compiling=True)  # it may also be long
         losses = {split: self.validate(split, done) for split in splits}
         loss, seconds, snapshot = losses[splits[0]], self.clock.seconds, telemetry.snapshot()
         self.folder.metric({"kind": "telemetry", "step": max(0, done - 1), **snapshot})
