@@ -216,11 +216,10 @@ class Trainer:
         """The sum over the ranks, which also learn here that one of them was told to stop."""
         if self.sharded is None:
             return loss.item()
-        self.sharded.launch()
-        told = torch.stack([loss, torch.tensor(float(self.stop_signal or 0), device=self.device)])
-        self.team.sum(told).wait()
-        total, stop = told.tolist()
-        self.stop_signal = self.stop_signal or (int(stop) or None)
+        number = self.stop_signal or 0
+        total, numbers, told = self.sharded.agree([loss.item(), number, float(number > 0)])
+        if told and self.stop_signal is None:
+            self.stop_signal = int(numbers / told)
         return total
 
     def micro_loss(self, batch: Batch, stage: Stage) -> Tensor:
