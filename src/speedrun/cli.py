@@ -32,6 +32,7 @@ from speedrun.model.gpt import GPTConfig, count_parameters
 from speedrun.optim.config import OptimConfig
 from speedrun.race import sweep as sweep_room
 from speedrun.recipes import DEFAULT, LINEAGE, default_for, get_recipe
+from speedrun.report import traces
 from speedrun.report.schedules import schedule_svg
 from speedrun.tracks import TRACKS, Track, get_track, own_track
 from speedrun.train import dryrun
@@ -77,13 +78,13 @@ def option(args: Sequence[str], name: str) -> str | None:
     return value
 
 
-def with_value(args: Sequence[str], name: str) -> list[str]:
-    """A switch given alone means True: the parser wants a value after every option."""
+def with_value(args: Sequence[str], name: str, value: str = "True") -> list[str]:
+    """A switch given alone means this value: the parser wants one after every option."""
     flag = f"--{name}"
     given = list(args)
     for i in reversed(range(len(given))):
         if given[i] == flag and (i + 1 == len(given) or given[i + 1].startswith("-")):
-            given.insert(i + 1, "True")
+            given.insert(i + 1, value)
     return given
 
 
@@ -150,9 +151,13 @@ class Train:
     max_restarts: int = 0
     """With --nproc: how often a run that lost a process goes on by itself, from its last checkpoint."""
     patience: float = PATIENCE
-    """With several processes: seconds that they wait for one that hangs; four times as long while something compiles."""
+    """With several processes: seconds that they wait for one that hangs; four times as long while they compile."""
     backend: str = "auto"
     """With several processes: auto, gloo or nccl."""
+    order: str = "interleaved"
+    """With several processes: in which order a step exchanges and computes, interleaved or plain."""
+    trace: int = 0
+    """Record what every process does in so many steps, as trace.json in the run folder. `--trace` alone: 20 steps."""
     dry_run: bool = False
     """Train nothing and write nothing: say what the run would be, its memory and time, and whether it fits (exit code
     0) or not (2). `--dry-run` alone will do."""
@@ -193,7 +198,7 @@ class Train:
 
 
 def train(args: Sequence[str]) -> int:
-    args = with_value(args, "dry-run")
+    args = with_value(with_value(args, "dry-run"), "trace", "20")
     resume = option(args, "resume")
     folder = Path(resume) if resume and resume != "auto" else None
     if folder:
@@ -224,7 +229,7 @@ def train(args: Sequence[str]) -> int:
 
 def run_training(given: Train, recipe: Recipe, track: Track) -> int:
     every = recipe.validation.every if given.checkpoint_every is None else given.checkpoint_every
-    for name, least in (("checkpoint_every", 0), ("keep", 1), ("micro_rows", 1)):
+    for name, least in (("checkpoint_every", 0), ("keep", 1), ("micro_rows", 1), ("trace", 0)):
         value = getattr(given, name)
         if value is not None and value < least:
             raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}.")
@@ -239,6 +244,8 @@ def run_training(given: Train, recipe: Recipe, track: Track) -> int:
         given.micro_rows,
         patience=given.patience,
         backend=given.backend,
+        order=given.order,
+        trace=given.trace,
     )
     machine = given.machine.choose(recipe.model.head_width)
     if given.dry_run:
@@ -603,6 +610,14 @@ def sweep(args: Sequence[str]) -> int:
     return sweep_room.run(given, console)
 
 
+def trace(args: Sequence[str]) -> int:
+    actions: dict[str, Callable[[Sequence[str]], int]] = {
+        "show": lambda rest: traces.show(parse(traces.Show, "trace show", rest), say),
+        "simulate": lambda rest: traces.simulate(parse(traces.Simulate, "trace simulate", rest), say),
+    }
+    return dispatch("speedrun trace", actions, args, "Look at recorded steps, or foretell them.")
+
+
 # -------------------------------------------------------------------- the command itself
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
@@ -612,6 +627,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "recipes": (recipes, "how: list them, or show every field of one"),
     "data": (data, "prepare, fetch, verify or make token folders"),
     "sweep": (sweep, "search a recipe's fields within a budget"),
+    "trace": (trace, "what the processes of a run wait for, or would wait for"),
     "doctor": (doctor, "what this machine will use, and what is missing"),
 }
 

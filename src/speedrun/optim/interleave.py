@@ -41,7 +41,7 @@ Loss = TypeVar("Loss")
 class Span(NamedTuple):
     """Something the step did, for a trace. Times are of `time.perf_counter`."""
 
-    kind: Literal["launch", "wait", "compute", "copy"]
+    kind: Literal["launch", "wait", "compute", "copy", "transfer"]
     item: str
     op: str
     start: float
@@ -72,7 +72,7 @@ class Interleaved(Optimizer):
         model: nn.Module,
         optimizers: Sequence[SpeedrunOptimizer],
         *,
-        order: Literal["interleaved", "plain"] | Order = "interleaved",
+        order: str | Order = "interleaved",
         average: Literal["mean", "sum"] = "mean",
         buckets: int = 2,
         replicate_below: int = 1024,

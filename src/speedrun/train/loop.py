@@ -14,7 +14,8 @@ import itertools
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -31,9 +32,9 @@ from speedrun.model.head import describe_fp8
 from speedrun.optim import Combined, Interleaved, Snoo
 from speedrun.optim.base import NonFiniteGradient, SpeedrunOptimizer
 from speedrun.optim.config import build_optimizer, copy_state, master, set_master
-from speedrun.optim.interleave import Whole
-from speedrun.optim.pipeline import Team
-from speedrun.train import checkpoint, telemetry
+from speedrun.optim.interleave import Span, Whole
+from speedrun.optim.pipeline import ORDERS, Team
+from speedrun.train import checkpoint, telemetry, trace
 from speedrun.train.clock import Clock, synchronize
 from speedrun.train.config import Recipe
 from speedrun.train.device import Machine, compiled
@@ -68,6 +69,10 @@ class Options:
     """Seconds that ranks wait for one of them before all give up."""
     backend: str = "auto"
     """What carries messages between ranks: gloo or nccl; auto takes nccl on GPUs."""
+    order: str = "interleaved"
+    """In which order ranks exchange and compute within a step: interleaved or plain."""
+    trace: int = 0
+    """Record what every rank does in so many steps."""
 
 
 class NonFiniteLoss(Exception):
@@ -128,11 +133,13 @@ class Trainer:
                 f"optim.clip is {recipe.optim.clip}, but gradients of several processes are never in one place; "
                 "pass --optim.clip 0, or train in one process."
             )
+        self.spans: list[Span] = []  # of the present step, if it is recorded
+        self.recorded: trace.Steps = {}
         # Losses are divided by the tokens of the whole batch, so the ranks' gradients only have to be added.
         self.optimizer = build_optimizer(
             self.model.named_parameters(),
             recipe.optim,
-            (lambda members: Interleaved(self.model, members, average="sum")) if self.team.size > 1 else None,
+            self.shared if self.team.size > 1 else None,
         )
         self.names: dict[nn.Parameter, str] = {p: n for n, p in self.model.named_parameters()}
         self.loss_of, why_not = compiled(self.model, options.compile, self.device, recipe.compiler)
@@ -145,6 +152,13 @@ class Trainer:
         self.resumed = False
         self.stop_signal: int | None = None
         self.tokens_seen = 0
+
+    def shared(self, members: Sequence[SpeedrunOptimizer]) -> Interleaved:
+        """Several optimizers as one over all ranks."""
+        if self.options.order not in ORDERS:
+            raise UserError(f"--order is {self.options.order!r}; it must be one of: {', '.join(ORDERS)}.")
+        spans = self.spans if self.options.trace else None
+        return Interleaved(self.model, members, order=self.options.order, average="sum", trace=spans)
 
     def say(self, line: str) -> None:
         self.folder.log(line)
@@ -169,9 +183,9 @@ class Trainer:
         return inner if isinstance(inner, Interleaved) else None
 
     def gradients(self, batch: Batch, stage: Stage) -> float:
-        """Accumulate the gradient of the batch's mean loss; returns that loss. Leaves no gradient on failure.
+        """Accumulate the gradient of this rank's share of the batch's mean loss; returns that share.
 
-        Ranks take whole rows, and every loss is divided by the tokens of the whole batch.
+        Ranks take whole rows, and every loss is divided by the tokens of the whole batch. Leaves no gradient on failure.
         """
         mine = share(len(batch.inputs), self.team.size)[self.team.rank]
         counted = int((batch.targets >= 0).sum())
@@ -187,7 +201,7 @@ class Trainer:
                         loss = self.micro_loss(batch.rows(part.start, part.stop), stage) / counted
                         loss.backward()
                     total += loss.detach()
-                return self.agreed(total)
+                return total.item()
             except (torch.OutOfMemoryError, MemoryError, RuntimeError) as e:
                 if not out_of_memory(e):
                     raise
@@ -212,15 +226,24 @@ class Trainer:
         """Gradients are shared between ranks after the last micro-batch alone."""
         return self.sharded.no_sync() if more_to_come and self.sharded else contextlib.nullcontext()
 
-    def agreed(self, loss: Tensor) -> float:
+    def agreed(self, loss: float) -> float:
         """The sum over the ranks, which also learn here that one of them was told to stop."""
         if self.sharded is None:
-            return loss.item()
+            return loss
         number = self.stop_signal or 0
-        total, numbers, told = self.sharded.agree([loss.item(), number, float(number > 0)])
+        total, numbers, told = self.sharded.agree([loss, number, float(number > 0)])
         if told and self.stop_signal is None:
             self.stop_signal = int(numbers / told)
         return total
+
+    @contextlib.contextmanager
+    def span(self, item: str, op: str) -> Iterator[None]:
+        """Something that this rank computes, for the trace."""
+        start = time.perf_counter()
+        yield
+        if self.options.trace:
+            synchronize(self.device)
+            self.spans.append(Span("compute", item, op, start, time.perf_counter()))
 
     def micro_loss(self, batch: Batch, stage: Stage) -> Tensor:
         """Summed loss of some rows. With gradients it weighs the predicted tokens as the stage says."""
@@ -252,7 +275,9 @@ class Trainer:
 
     def step(self, stage: Stage, batch: Batch) -> float:
         self.model.stretch(stage.windows_so_far)
-        loss = self.gradients(batch, stage)
+        with self.span("model", "backward"):
+            loss = self.gradients(batch, stage)
+        loss = self.agreed(loss)
         if not math.isfinite(loss):
             self.optimizer.zero_grad(set_to_none=True)
             raise NonFiniteLoss(f"the loss of step {stage.step} is {loss}")
@@ -261,7 +286,8 @@ class Trainer:
         self.set_rates(stage)
         try:
             self.at(f"training the weights in step {stage.step}")
-            self.optimizer.step()
+            with contextlib.nullcontext() if self.sharded else self.span("all", "update"):
+                self.optimizer.step()
         except NonFiniteGradient as e:
             raise NonFiniteLoss(f"the loss of step {stage.step} is finite, but a gradient is not: {e}") from e
         finally:
@@ -474,6 +500,8 @@ class Trainer:
             self.clock.halt()
         if status == "ok" and not math.isfinite(losses[self.options.splits[0]]):
             status, reason = "failed", "the final validation loss is not finite"
+        if status == "ok" and self.options.trace:
+            self.write_trace()
         if status == "ok" and self.options.final_checkpoint:
             self.save(self.steps)
         result = {
@@ -505,7 +533,10 @@ class Trainer:
             self.at(f"reading the batch of step {s}")
             batch = batches.next()
             self.at(f"computing step {s}")
+            self.spans.clear()
             loss = self.step(stage, batch)
+            if self.start < s <= self.start + self.options.trace:  # the first one of a run is not like the others
+                self.recorded[s] = sorted(self.spans, key=lambda span: span.start)
             self.loader_state = batch.state
             self.tokens_seen += stage.tokens
             self.log_step(stage, loss)
@@ -519,6 +550,13 @@ class Trainer:
                     raise Interrupted
         self.clock.stop()
         return losses
+
+    def write_trace(self) -> None:
+        ranks = trace.collect(self.team, self.recorded)
+        if self.team.rank == 0 and self.recorded:
+            about = {"recipe": self.recipe.name, "track": self.recipe.track, "order": self.options.order}
+            trace.write(self.folder.path / trace.FILE, ranks, about)
+            self.say(f"trace of {len(self.recorded)} steps in {self.folder.path / trace.FILE}")
 
     def log_step(self, stage: Stage, loss: float) -> None:
         done, seconds = stage.step + 1, self.clock.seconds
