@@ -116,8 +116,9 @@ def simulate(given: Simulate, say: Say) -> int:
         for name in ORDERS:
             spans, backward = step_on(recipe, name, ranks, link, speed, given.buckets)
             s = trace.summarize({0: [span for span in spans if span.kind != "transfer"]})
-            say(f"  {ranks:5}  {name:12}  {1e3 * backward:11.3f}  {1e3 * s.after:11.3f}  "
-                f"{1e3 * s.parts['compute']:12.3f}  {1e3 * s.parts['wait']:10.3f}  {100 * s.exposed_after:20.1f} %")  # fmt: skip
+            ms = [1e3 * x for x in (backward, s.after, s.parts["compute"], s.parts["wait"])]
+            line = f"  {ranks:5}  {name:12}  {ms[0]:11.3f}  {ms[1]:11.3f}  {ms[2]:12.3f}  {ms[3]:10.3f}"
+            say(f"{line}  {100 * s.exposed_after:20.1f} %")
             if ranks == given.gpus[0]:
                 panels.append((f"{recipe.name} at {recipe.track} size, {ranks} ranks, {name} order", [{0: spans}], 0))
     if given.plot is not None:

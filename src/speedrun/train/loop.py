@@ -185,7 +185,7 @@ class Trainer:
     def gradients(self, batch: Batch, stage: Stage) -> float:
         """Accumulate the gradient of this rank's share of the batch's mean loss; returns that share.
 
-        Ranks take whole rows, and every loss is divided by the tokens of the whole batch. Leaves no gradient on failure.
+        Ranks take whole rows, and losses are divided by the tokens of the whole batch. Leaves no gradient on failure.
         """
         mine = share(len(batch.inputs), self.team.size)[self.team.rank]
         counted = int((batch.targets >= 0).sum())
