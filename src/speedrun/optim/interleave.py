@@ -61,7 +61,7 @@ class Interleaved(Optimizer):
         buckets: in how many parts the matrices of one dtype travel.
         replicate_below: tensors with fewer weights are trained by every rank.
         process_group: None takes the default one; without any, this is one rank. GPUs need a backend for small CPU
-            tensors beside NCCL: init_process_group("cpu:gloo,cuda:nccl").
+            tensors beside NCCL: init_process_group("cpu:gloo,cuda:nccl"). A `Team` whose methods are your own will do.
         trace: a list that receives a `Span` for everything a step does.
 
     All ranks must step together. A parameter that has a gradient on some ranks only is trained with what they have.
