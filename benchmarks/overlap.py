@@ -4,7 +4,7 @@
     python -m benchmarks.overlap --ranks 4
 
 The processes are real and talk through gloo. The link is modelled on top: transfers of a rank queue, and each takes
-bytes / bandwidth once all ranks have launched it. Unless --bandwidth says otherwise, a step's communication takes as long
+bytes / bandwidth once all ranks launched it. Unless --bandwidth says otherwise, communicating in a step takes as long
 as its optimizers compute. All three run in the same processes, one step of each in turn. At the end the simulation says
 what it expects from the times without a slow link.
 """
