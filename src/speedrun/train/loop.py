@@ -594,6 +594,10 @@ class Trainer:
         old: dict[int, Any] = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
+        except Exception as e:
+            if lost_connection(e):  # torchrun ends those who are left; they end by themselves, and say why
+                old[signal.SIGTERM] = signal.SIG_IGN
+            raise
         finally:
             for number, handler in old.items():
                 signal.signal(number, handler)
