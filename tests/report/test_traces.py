@@ -133,17 +133,9 @@ def test_a_step_by_hand() -> None:
 def test_simulate_compares_the_orders_for_the_short_model(tmp_path: Path, capsys: Any) -> None:
     picture = tmp_path / "s.svg"
     assert main(["trace", "simulate", "--gpus", "8", "64", "--link", "50GB", "--plot", str(picture)]) == 0
-    rows = [
-        line.split()
-        for line in capsys.readouterr().out.splitlines()
-        if line.split()[1:2] in (["plain"], ["interleaved"])
-    ]
-    assert [(r[0], r[1]) for r in rows] == [
-        ("8", "plain"),
-        ("8", "interleaved"),
-        ("64", "plain"),
-        ("64", "interleaved"),
-    ]
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    rows = [r for r in lines if r[1:2] in (["plain"], ["interleaved"])]
+    assert [r[:2] for r in rows] == [[n, order] for n in ("8", "64") for order in ("plain", "interleaved")]
     after = {(r[0], r[1]): float(r[3]) for r in rows}
     assert after["8", "interleaved"] < after["8", "plain"]
     ET.parse(picture)
