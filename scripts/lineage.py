@@ -5,7 +5,7 @@
     python scripts/lineage.py table                         # from docs/sweeps/lineage.jsonl, in Markdown
     python scripts/lineage.py plot
 
-Every run is a process of its own. `--lanes 2` makes two at a time, each with one thread on its own core. Seeds follow
+Every run is a process of its own. `--cores 0 1` makes two at a time, each with one thread on its own core. Seeds follow
 each other, and the order of the entrants turns round with each seed, so that a machine that grows slower or faster
 favours nobody. Seeds begin at 1000: none of them was used in tuning.
 """
@@ -54,24 +54,24 @@ QUESTIONS = {
 }
 
 
-def run(question: str, seeds: int, rows_file: Path, lanes: int) -> None:
-    """Everything that is missing. With several lanes each run has one core to itself, and all cores are always busy."""
+def run(question: str, seeds: int, rows_file: Path, cores: list[int]) -> None:
+    """Everything that is missing, one run at a time on each of these cores, or on all cores together."""
     entrants = QUESTIONS[question]
     done = {(r["question"], r["name"], r["seed"]) for r in read(rows_file)}
     order = [(e, s) for s in range(FIRST_SEED, FIRST_SEED + seeds) for e in entrants[:: 1 if s % 2 == 0 else -1]]
-    cores: queue.Queue[int | None] = queue.Queue()
-    for core in range(lanes) if lanes > 1 else [None]:
-        cores.put(core)
+    free: queue.Queue[int | None] = queue.Queue()
+    for core in cores or [None]:
+        free.put(core)
 
     def one(entrant: Entrant, seed: int) -> None:
-        core = cores.get()
+        core = free.get()
         row = {"question": question, "name": entrant.name, "seed": seed, **once(entrant, seed, core)}
-        cores.put(core)
+        free.put(core)
         with open(rows_file, "a") as f:
             f.write(json.dumps(row) + "\n")
         print(f"{entrant.name:22} seed {seed}  loss {row['loss']:.4f}  {row['seconds']:.1f} s", flush=True)
 
-    with ThreadPoolExecutor(lanes) as pool:
+    with ThreadPoolExecutor(max(1, len(cores))) as pool:
         for result in [pool.submit(one, e, s) for e, s in order if (question, e.name, s) not in done]:
             result.result()
 
@@ -191,11 +191,11 @@ def main() -> None:
     parser.add_argument("action", choices=["run", "table", "plot"])
     parser.add_argument("--only", choices=list(QUESTIONS), default="lineage", help="which comparison")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--lanes", type=int, default=1, help="runs at a time, each with one thread on its own core")
+    parser.add_argument("--cores", type=int, nargs="*", default=[], help="a run at a time with one thread on each")
     parser.add_argument("--rows", type=Path, default=ROWS, help="where results are kept")
     args = parser.parse_args()
     if args.action == "run":
-        run(args.only, args.seeds, args.rows, args.lanes)
+        run(args.only, args.seeds, args.rows, args.cores)
     elif args.action == "table":
         print((table if args.only == "lineage" else differences)(args.only, read(args.rows)))
     else:
