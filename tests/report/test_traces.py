@@ -120,8 +120,8 @@ def test_a_step_by_hand() -> None:
     assert found == [
         ("transfer", "table", "reduce", -1, 1),
         ("wait", "table", "update", 0, 1),
-        ("transfer", "bucket", "reduce", 1, 4),
         ("compute", "table", "update", 1, 2),
+        ("transfer", "bucket", "reduce", 1, 4),
         ("wait", "bucket", "update", 2, 4),
         ("transfer", "table", "gather", 4, 6),
         ("compute", "bucket", "update", 4, 7),
