@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,8 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from speedrun.data.shards import TokenFolder
+from speedrun.errors import UserError
+from speedrun.optim.pipeline import Team
+from speedrun.recipes import get_recipe
+from speedrun.train.config import with_fields
+from speedrun.train.distributed import choose_backend, joined
+from speedrun.train.run import check_ranks
 from tests.distributed.test_training import FLAGS, metrics
 
 # `speedrun train`, but one rank meets with something after a step of the first attempt.
@@ -40,16 +48,17 @@ sys.exit(main(["train", *sys.argv[4:]]))
 """
 
 
-def torchrun(folder: Path, accident: tuple[str, int, int], *args: str, restarts: int = 0) -> Any:
-    """Three ranks, one of which has an accident: (kind, rank, after which step)."""
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def torchrun(folder: Path, accident: tuple[str, int, int], *args: str) -> Any:
+    """Two ranks, one of which has an accident: (kind, rank, after which step)."""
     script = folder / "accident.py"
     script.write_text(ACCIDENT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]
-    command += [f"--max-restarts={restarts}", "--monitor-interval=0.1", str(script), *map(str, accident), *args]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += ["--monitor-interval=0.1", str(script), *map(str, accident), *args]
     start = time.monotonic()
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=folder, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=200, env=ONE_THREAD)
     done.seconds = time.monotonic() - start  # type: ignore[attr-defined]
     return done
 
@@ -60,7 +69,7 @@ def told(done: Any) -> list[str]:
 
 @pytest.fixture
 def flags(tokens: TokenFolder) -> list[str]:
-    return [*FLAGS, "--data", str(tokens.path), "--out", "run", "--checkpoint-every", "3"]
+    return [*FLAGS, "--data", str(tokens.path), "--checkpoint-every", "3", "--out", "run"]
 
 
 @pytest.mark.parametrize(
@@ -80,19 +89,6 @@ def test_all_ranks_end_and_one_sentence_says_why(kind: str, sentence: str, flags
     assert not (tmp_path / "run" / "result.json").exists(), "so that it can be resumed"
 
 
-def test_a_run_that_lost_a_process_goes_on_by_itself_to_the_same_bits(flags: list[str], tmp_path: Path) -> None:
-    undisturbed = [*flags[:-3], "whole", *flags[-2:]]
-    command = [sys.executable, "-m", "speedrun", "train", *undisturbed, "--nproc", "3"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    whole = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=200, env=env)
-    assert whole.returncode == 0, whole.stderr
-    done = torchrun(tmp_path, ("killed", 2, 7), *flags, restarts=2)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "resumed at step 6" in done.stdout
-    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["resumed"]
-
-
 def children(pid: int) -> list[int]:
     """Processes that a process has started, without asking anybody but the kernel."""
     found = []
@@ -102,57 +98,74 @@ def children(pid: int) -> list[int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
-def test_nproc_restarts_by_itself(flags: list[str], tmp_path: Path) -> None:
+def test_a_run_that_lost_a_process_goes_on_by_itself_to_the_same_bits(flags: list[str], tmp_path: Path) -> None:
     """As a person would: one command, and a rank is killed from outside."""
-    command = [sys.executable, "-m", "speedrun", "train", *flags, "--nproc", "2", "--max-restarts", "1"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    flags += ["--nproc", "2", "--max-restarts", "1", "--schedule.steps", "60"]
     log = tmp_path / "log"
-    with open(log, "w") as f:
-        run = subprocess.Popen(
-            [*command, "--schedule.steps", "60"], stdout=f, stderr=subprocess.STDOUT, cwd=tmp_path, env=env
-        )
-    metrics_file = tmp_path / "run" / "metrics.jsonl"
-    while not (metrics_file.exists() and metrics_file.read_text().count("train") >= 5):
+
+    def start(folder: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "speedrun", "train", *flags, "--out", folder]
+        with open(log, "w") as f:
+            return subprocess.Popen(command, stdout=f, stderr=f, cwd=tmp_path, env=ONE_THREAD)
+
+    assert start("whole").wait(timeout=200) == 0, log.read_text()
+    run = start("run")
+    written = tmp_path / "run" / "metrics.jsonl"
+    while not (written.exists() and written.read_text().count("train") >= 8):
         assert run.poll() is None, log.read_text()
         time.sleep(0.02)
     os.kill(children(run.pid)[1], signal.SIGKILL)
     assert run.wait(timeout=200) == 0, log.read_text()
     assert "resumed at step" in log.read_text()
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["resumed"]
+
+
+# ------------------------------------------------------------------------------------------------- bad input
+
+
+def test_what_is_asked_for_must_be_there() -> None:
+    cpu = torch.device("cpu")
+    assert choose_backend("auto", cpu) == choose_backend("gloo", cpu) == "gloo"
+    assert choose_backend("auto", torch.device("cuda")) == "cpu:gloo,cuda:nccl"
+    with pytest.raises(UserError, match="--backend nccl needs a GPU, and the device is cpu"):
+        choose_backend("nccl", cpu)
+    with pytest.raises(UserError, match="--backend is 'mpi'"):
+        choose_backend("mpi", cpu)
+    with pytest.raises(UserError, match="--patience is 0"), joined(cpu, patience=0):
+        pass
+    recipe = with_fields(get_recipe("adamw", "pocket"), {"schedule.rows": 3})
+    check_ranks(recipe, Team(None, 0, 3))
+    with pytest.raises(UserError, match="There are 4 ranks, but a step has only 3 rows"):
+        check_ranks(recipe, Team(None, 0, 4))
 
 
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        (["--backend", "nccl"], "--backend nccl needs a GPU"),
-        (["--backend", "mpi"], "--backend is 'mpi'"),
-        (["--order", "random"], "--order is 'random'"),
-        (["--patience", "0"], "--patience is 0"),
-        (["--schedule.rows", "1"], "There are 2 ranks, but a step has only 1 row to deal out"),
+        (["--nproc", "2", "--backend", "nccl"], "--backend nccl needs a GPU"),
+        (["--nproc", "2", "--max-restarts", "-1"], "--max-restarts is -1"),
+        (["--max-restarts", "1"], "--max-restarts 1 goes with --nproc"),
     ],
 )
 def test_bad_input_is_told_once(more: list[str], sentence: str, flags: list[str], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "speedrun", "train", *flags, "--nproc", "2", *more]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    command = [sys.executable, "-m", "speedrun", "train", *flags, *more]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120, env=ONE_THREAD)
     assert done.returncode == 2, done.stderr
     assert len(told(done)) == 1, done.stderr
     assert sentence in told(done)[0]
     assert not (tmp_path / "run").exists()
 
 
-def test_restarts_need_a_folder_to_find_again_and_several_processes(flags: list[str], tmp_path: Path) -> None:
-    without = [*flags[:-4], *flags[-2:]]
-    done = torchrun(tmp_path, ("killed", 0, 0), *without, restarts=1)
-    assert done.returncode != 0
-    assert "pass --out FOLDER" in told(done)[0]
-    command = [sys.executable, "-m", "speedrun", "train", *flags, "--max-restarts", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+def test_restarts_need_a_folder_to_find_again(flags: list[str], tmp_path: Path) -> None:
+    env = {**ONE_THREAD, "TORCHELASTIC_MAX_RESTARTS": "1"}  # as torchrun --max-restarts=1 sets it
+    command = [sys.executable, "-m", "speedrun", "train", *flags[:-2]]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120, env=env)
     assert done.returncode == 2
-    assert "--max-restarts 1 goes with --nproc" in told(done)[0]
+    assert "pass --out FOLDER" in told(done)[0]
 
 
 def test_a_taken_port_is_named(flags: list[str], tmp_path: Path) -> None:
-    import socket
-
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

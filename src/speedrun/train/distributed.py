@@ -72,18 +72,16 @@ def joined(
     if ranks() == 1:
         yield Team(), None
         return
-    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    try:
-        # The watch gives up first, and says why; this is for the case that it cannot.
-        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=(LONG + 1) * patience))
-    except (dist.DistNetworkError, dist.DistStoreError) as e:
-        if "EADDRINUSE" in str(e) or "address already in use" in str(e).lower():
-            raise UserError(
-                f"The port of {address}, where the ranks meet, is taken; choose another with --master-port."
-            ) from e
-        raise UserError(f"The ranks cannot meet at {address}: {first_line(e)} Is rank 0 running there?") from e
+    # The watch gives up first, and says why; this is for the case that it cannot.
+    limit = datetime.timedelta(seconds=(LONG + 1) * patience)
+    store = meeting_point(limit, host=is_first() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True")
+    rank = int(os.environ["RANK"])
+    dist.init_process_group(
+        backend, store=dist.PrefixStore("group", store), rank=rank, world_size=ranks(), timeout=limit
+    )
     team = Team.of(None)
-    watch = Watch(team.rank, team.size, meeting_point(), patience)
+    # A connection of its own: one that waits for something would hold up the other.
+    watch = Watch(team.rank, team.size, dist.PrefixStore("watch", meeting_point(limit)), patience)
     broken = False
     try:
         yield team, watch
@@ -103,16 +101,22 @@ def joined(
             dist.destroy_process_group()
 
 
-def meeting_point() -> Any:
-    """A connection of one's own to the store where the ranks met; torchrun keeps it, so it outlives any rank."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.TCPStore(host, port, None, False, datetime.timedelta(seconds=60), wait_for_workers=False)
-    return dist.PrefixStore(f"speedrun/{attempt}", store)
+def meeting_point(limit: datetime.timedelta, host: bool = False) -> Any:
+    """The store where the ranks meet. torchrun keeps it, so it outlives any rank; without torchrun rank 0 does.
 
-
-def first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0].rstrip(".") + "."
+    It also outlives an attempt, and what was said in one must not be heard in the next.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        store = dist.TCPStore(address, port, None, host, limit, wait_for_workers=False)
+    except (dist.DistNetworkError, dist.DistStoreError) as e:
+        if "EADDRINUSE" in str(e):
+            raise UserError(
+                f"The port of {address}:{port}, where the ranks meet, is taken; choose another with --master-port."
+            ) from e
+        why = str(e).splitlines()[0].rstrip(".")
+        raise UserError(f"The ranks cannot meet at {address}:{port}: {why}. Is rank 0 running there?") from e
+    return dist.PrefixStore(f"speedrun/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def handshake(team: Team, facts: Mapping[str, Any]) -> None:
@@ -168,7 +172,7 @@ def launch(processes: int, args: Sequence[str], max_restarts: int = 0) -> int:
         elastic_launch(config, command[0])(*command[1:])
     except ChildFailedError as e:
         for rank, failure in e.failures.items():
-            if failure.exitcode < 0:
+            if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:  # that one comes from the launcher itself
                 name = signal.Signals(-failure.exitcode).name
                 print(f"speedrun: rank {rank} was ended by {name}.", file=sys.stderr)
         return 2 if any(failure.exitcode == 2 for failure in e.failures.values()) else 1
