@@ -94,7 +94,10 @@ class Watch:
                 with self.lock:
                     self._publish()
                     self._look()
-            except (RuntimeError, OSError):  # the store is gone, and torchrun with it: nobody is left to tell
+            except (RuntimeError, OSError):  # with it torchrun is gone, and nobody would end this rank
+                if not self.closing.is_set():
+                    print(f"speedrun: the store where the ranks met is gone; rank {self.rank} ends.", file=sys.stderr)
+                    self.end(1)
                 return
             why = self._silent(SILENCE) or self._stuck()
             if why and not self.closing.is_set():
