@@ -55,7 +55,9 @@ class Interleaved(Optimizer):
         model: its parameters are made equal to rank 0's at the start.
         optimizers: Muon, NorMuon and Adam, each with its own parameters. Groups are shared with them, so schedulers
             and a person's own changes take effect.
-        order: `interleaved`, `plain`, or a list of (operation, item) of your own; `items` has the items.
+        order: `interleaved`, `plain`, `eager`, or a list of (operation, item) of your own; `items` has the items.
+        early: whose reductions begin during the backward pass: `tables` (and small tensors), or `all`. None takes
+            `all` for `eager`, `tables` otherwise.
         average: `mean` divides the summed gradients by the number of ranks, as DDP does; `sum` does not, for losses
             that were divided by the tokens of all ranks.
         buckets: in how many parts the matrices of one dtype travel.
@@ -73,6 +75,7 @@ class Interleaved(Optimizer):
         optimizers: Sequence[SpeedrunOptimizer],
         *,
         order: str | Order = "interleaved",
+        early: Literal["tables", "all"] | None = None,
         average: Literal["mean", "sum"] = "mean",
         buckets: int = 2,
         replicate_below: int = 1024,
@@ -111,6 +114,9 @@ class Interleaved(Optimizer):
         self.mean = average == "mean"
         self.items = self._build(buckets, replicate_below)
         self.item = {item.label: item for item in self.items}
+        early = early or ("all" if order == "eager" else "tables")
+        if early not in ("tables", "all"):
+            raise ValueError(f"early is {early!r}; it must be one of: tables, all.")
         if isinstance(order, str):
             if order not in ORDERS:
                 raise ValueError(f"order is {order!r}; it must be one of: {', '.join(ORDERS)}, or a list.")
@@ -118,7 +124,10 @@ class Interleaved(Optimizer):
         check_order(order, self.items)
         self.order = order
         # Collectives must be launched in one order on all ranks, whichever gradient happens to be ready first.
-        self.early = [item for item in reversed(self.items) if not isinstance(item, Matrices)]
+        self.early = first_to_last(self.items, list(names.values()), early == "all")
+        # What got no gradient last time is not waited for: `agree` launches it. All ranks know the same of last time.
+        self._queue = self.early
+        self._expected = {item.label: len(item.refs) for item in self.early}
         self._next_early = 0
         self._ready: dict[str, int] = defaultdict(int)
         self._syncing = True
@@ -174,9 +183,9 @@ class Interleaved(Optimizer):
                     "step but the last one in `with optimizer.no_sync():`."
                 )
             self._ready[item.label] += 1
-            while self._next_early < len(self.early) - 1:  # the last one leaves room for what `agree` sends
-                following = self.early[self._next_early]
-                if self._ready[following.label] < len(following.refs):
+            while self._next_early < len(self._queue) - 1:  # the last one leaves room for what `agree` sends
+                following = self._queue[self._next_early]
+                if self._ready[following.label] < self._expected[following.label]:
                     return
                 self._launch(following)
                 self._next_early += 1
@@ -271,11 +280,12 @@ class Interleaved(Optimizer):
                 bad[k] = where[self.team.rank] = 1
         message = torch.cat([there.double(), bad.double(), where.double(), torch.tensor(numbers, dtype=torch.float64)])
         # In front of the last table, whose gradient comes last, so that it waits for none of the large ones.
-        for item in self.early[:-1]:
+        last = self._queue[-1:]
+        for item in [*self._queue[:-1], *(item for item in self.early if item not in self._queue)]:
             self._launch(item)
         with self._span("launch", "agreement", "reduce"):
             arriving = self.team.sum(message)
-        for item in self.early[-1:]:
+        for item in last:
             self._launch(item)
         with self._span("wait", "agreement", "reduce"):
             if arriving is not None:
@@ -298,7 +308,10 @@ class Interleaved(Optimizer):
             all_good = self.team.largest(flag) == 0
             self.optimizers[0]._ask_later(all_good)
             finite = all_good.float()
-        self._agreed = {ref.param for k, ref in enumerate(self.refs) if there[k]}, finite
+        has_gradient = {ref.param for k, ref in enumerate(self.refs) if there[k]}
+        self._expected = {item.label: sum(ref.param in has_gradient for ref in item.refs) for item in self.early}
+        self._queue = [item for item in self.early if self._expected[item.label]]
+        self._agreed = has_gradient, finite
         return sums.tolist()
 
     @contextmanager
@@ -493,6 +506,13 @@ class Whole:
 
     param_groups: list[Group]
     state: dict[Tensor, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
+
+
+def first_to_last(items: Sequence[Item], names: Sequence[str], all_of_them: bool) -> list[Item]:
+    """The items that may set out during the backward pass, as their gradients come: the last layers' first."""
+    place = {name: k for k, name in enumerate(names)}
+    chosen = [item for item in items if all_of_them or not isinstance(item, Matrices)]
+    return sorted(chosen, key=lambda item: -min(place.get(ref.name, 0) for ref in item.refs))
 
 
 def halves(refs: list[Ref], parts: int) -> list[list[Ref]]:

@@ -310,7 +310,24 @@ def interleaved(items: Sequence[Item]) -> Order:
     return order + [("finish", label) for label in matrices[-1:] + tables[-1:]]
 
 
-ORDERS: dict[str, Callable[[Sequence[Item]], Order]] = {"plain": plain, "interleaved": interleaved}
+def eager(items: Sequence[Item]) -> Order:
+    """Nothing is held back: for links that carry one thing after the other, and with `early="all"`.
+
+    Gradients come from the head down to the embedding. What arrived first is trained first and sets out at once. The
+    table whose gradient comes last waits for one bucket of matrices, so that it can arrive in the meantime, and what is
+    trained last is a bucket: with several buckets that is the least to wait for at the end.
+    """
+    matrices = [item.label for item in reversed(items) if isinstance(item, Matrices)]
+    small = [item.label for item in items if isinstance(item, Small)]
+    tables = [item.label for item in reversed(items) if isinstance(item, Rows)]
+    turn = tables[:-1] + small + matrices[:1] + tables[-1:] + matrices[1:]
+    order: Order = [("reduce", item.label) for item in reversed(items)]
+    for label in turn:
+        order += [("update", label), ("gather", label)]
+    return order + [("finish", label) for label in turn]
+
+
+ORDERS: dict[str, Callable[[Sequence[Item]], Order]] = {"plain": plain, "interleaved": interleaved, "eager": eager}
 
 
 def check_order(order: Order, items: Sequence[Item]) -> None:

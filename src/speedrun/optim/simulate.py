@@ -137,10 +137,11 @@ def simulate(
 
 def on_ranks(optimizer: Interleaved, ranks: int, buckets: int = 2, replicate_below: int = 1024) -> Interleaved:
     """The same optimizer dealt out to so many ranks that are not there; meta tensors will do."""
+    early = {ref.param for item in optimizer.early for ref in item.refs}
     optimizer.team = Team(None, 0, ranks)
     optimizer.items = optimizer._build(buckets, replicate_below)
     optimizer.item = {item.label: item for item in optimizer.items}
-    optimizer.early = [item for item in reversed(optimizer.items) if not isinstance(item, Matrices)]
+    optimizer.early = [item for item in reversed(optimizer.items) if item.refs[0].param in early]
     return optimizer
 
 

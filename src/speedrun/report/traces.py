@@ -137,7 +137,7 @@ def step_on(recipe: Recipe, order: str, ranks: int, link: Link, speed: Speed, bu
     made: list[Interleaved] = []
 
     def together(members: Sequence[Any]) -> Interleaved:
-        made.append(on_ranks(Interleaved(model, members), ranks, buckets))
+        made.append(on_ranks(Interleaved(model, members, order=order), ranks, buckets))
         return made[0]
 
     build_optimizer(model.named_parameters(), recipe.optim, together)
