@@ -3,7 +3,8 @@
     python -m benchmarks.overlap                 # two processes of one thread each
     python -m benchmarks.overlap --ranks 4
 
-The processes are real and talk through gloo. The link is modelled on top: transfers of a rank queue, and each takes
+The processes are real and talk through gloo. The link is modelled on top: transfers of a rank queue, but for the few
+hundred bytes on which ranks agree in each step, whose packets pass between those of large ones, and each takes
 bytes / bandwidth once all ranks launched it. Unless --bandwidth says otherwise, communicating in a step takes as long
 as its optimizers compute. All three run in the same processes, one step of each in turn. At the end the simulation says
 what it expects from the times without a slow link.
@@ -17,6 +18,7 @@ import statistics
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -88,7 +90,8 @@ class Entrant:
         self.spans: list[Span] = []
         self.whole: list[float] = []  # seconds of each step
         self.after: list[float] = []  # of what follows its backward pass
-        self.waited: list[float] = []
+        self.waited: list[float] = []  # for transfers
+        self.behind: list[float] = []  # for the slowest rank to end its backward pass
         self.recorded: list[Span] = []  # relative to the end of the backward pass
         ids = torch.randint(recipe.model.vocab, (rows, LENGTH), generator=torch.Generator().manual_seed(team.rank))
         self.batch = ids, ids.roll(-1, 1)
@@ -123,11 +126,13 @@ class Entrant:
         self.optimizer.zero_grad(set_to_none=True)
         self.whole.append(end - start)
         self.after.append(end - middle)
-        self.waited.append(sum(s.end - s.start for s in self.spans if s.kind == "wait"))
+        waits = [(s.item == "agreement", s.end - s.start) for s in self.spans if s.kind == "wait"]
+        self.waited.append(sum(seconds for agreeing, seconds in waits if not agreeing))
+        self.behind.append(sum(seconds for agreeing, seconds in waits if agreeing))
         self.recorded += [s._replace(start=s.start - middle, end=s.end - middle) for s in self.spans]
 
     def forget(self) -> None:
-        for found in (self.whole, self.after, self.waited, self.recorded):
+        for found in (self.whole, self.after, self.waited, self.behind, self.recorded):
             found.clear()  # type: ignore[attr-defined]
 
 
@@ -196,23 +201,34 @@ def report(args: argparse.Namespace, entrants: list[Entrant], sent: float, compu
         end="",
     )
     print(f", and computes {1e3 * computing:.0f} ms in the optimizers")
-    print("               whole step ms   after backward ms   waiting ms   waiting/after backward")
+    print("               whole step ms   after backward ms   for transfers ms   of it   for the slower rank ms")
     for e in entrants:
         whole, after, waited = (1e3 * x for x in middle[e.name])
-        share = "" if e is ddp else f"{waited:13.1f} {100 * waited / after:20.1f} %"
+        behind = 1e3 * statistics.median(e.behind)
+        share = "" if e is ddp else f"{waited:19.1f} {100 * waited / after:5.1f} % {behind:24.1f}   {longest(e)}"
         print(f"  {e.name:12} {whole:13.1f} {after:19.1f}{share}")
     for e in entrants[1:-1]:
         gone = 1 - middle[e.name][2] / middle["plain"][2]
         ratio = statistics.median(b / a for a, b in zip(e.whole, ddp.whole, strict=True))
-        print(f"{e.name}: {100 * gone:.0f} % of the plain order's waiting is gone", end="")
+        print(f"{e.name}: {100 * gone:.0f} % of the plain order's waiting for transfers is gone", end="")
         print(f"; the whole step is {ratio:.2f}x as fast as with DDP and replicated optimizers")
+
+
+def longest(entrant: Entrant) -> str:
+    """What was waited for most, with the mean milliseconds of a step."""
+    total: dict[str, float] = defaultdict(float)
+    for s in entrant.recorded:
+        if s.kind == "wait" and s.item != "agreement":
+            total[f"{s.item} {s.op}"] += 1e3 * (s.end - s.start) / len(entrant.whole)
+    first = sorted(total.items(), key=lambda pair: -pair[1])[:3]
+    return ", ".join(f"{name} {ms:.0f}" for name, ms in first)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--rows", type=int, default=2, help="of 128 tokens, for each process")
+    parser.add_argument("--rows", type=int, default=4, help="of 128 tokens, for each process")
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--buckets", type=int, default=6)
     parser.add_argument("--bandwidth", type=float, default=0, help="MB/s; 0: as long as the optimizers compute")

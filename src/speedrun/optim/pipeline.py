@@ -4,6 +4,7 @@
 here; a new order is a function from items to a list.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ class Team:
     group: Any = None
     rank: int = 0
     size: int = 1
+    aside: Any = None  # a group of its own for small messages, which must not queue behind large ones
 
     @classmethod
     def of(cls, group: Any) -> "Team":
@@ -68,6 +70,15 @@ class Team:
 
     def sum(self, x: Tensor) -> Any:
         return None if self.size == 1 else dist.all_reduce(x, group=self.group, async_op=True)
+
+    def tell(self, x: Tensor) -> Any:
+        """The sum of a small CPU tensor, past everything large that is under way."""
+        if self.size == 1:
+            return None
+        if self.aside is None:
+            members = dist.get_process_group_ranks(self.group or dist.group.WORLD)
+            self.aside = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        return dist.all_reduce(x, group=self.aside, async_op=True)
 
     def largest(self, x: Tensor) -> Tensor:
         if self.size > 1:
@@ -313,15 +324,17 @@ def interleaved(items: Sequence[Item]) -> Order:
 def eager(items: Sequence[Item]) -> Order:
     """Nothing is held back: for links that carry one thing after the other, and with `early="all"`.
 
-    Gradients come from the head down to the embedding. What arrived first is trained first and sets out at once. The
-    table whose gradient comes last waits for one bucket of matrices, so that it can arrive in the meantime, and what is
-    trained last is a bucket: with several buckets that is the least to wait for at the end.
+    Gradients come in the reverse of the items' order, the head's first and the embedding's last. Half of the matrices
+    are trained while the last tables still arrive, the other half while the tables set out again; what is trained last
+    is a bucket of matrices: with several buckets that is the least to wait for at the end.
     """
-    matrices = [item.label for item in reversed(items) if isinstance(item, Matrices)]
-    small = [item.label for item in items if isinstance(item, Small)]
-    tables = [item.label for item in reversed(items) if isinstance(item, Rows)]
-    turn = tables[:-1] + small + matrices[:1] + tables[-1:] + matrices[1:]
-    order: Order = [("reduce", item.label) for item in reversed(items)]
+    coming = list(reversed(items))
+    matrices = [item.label for item in coming if isinstance(item, Matrices)]
+    others = [item.label for item in coming if not isinstance(item, Matrices)]
+    before = [item.label for item in itertools.takewhile(lambda item: not isinstance(item, Matrices), coming)]
+    half = (len(matrices) + 1) // 2
+    turn = before + matrices[:half] + [label for label in others if label not in before] + matrices[half:]
+    order: Order = [("reduce", item.label) for item in coming]
     for label in turn:
         order += [("update", label), ("gather", label)]
     return order + [("finish", label) for label in turn]

@@ -69,8 +69,8 @@ class Options:
     """Seconds that ranks wait for one of them before all give up."""
     backend: str = "auto"
     """What carries messages between ranks: gloo or nccl; auto takes nccl on GPUs."""
-    order: str = "interleaved"
-    """In which order ranks exchange and compute within a step: interleaved or plain."""
+    order: str = "eager"
+    """In which order ranks exchange and compute within a step: eager, interleaved or plain."""
     trace: int = 0
     """Record what every rank does in so many steps."""
 
