@@ -150,7 +150,7 @@ def worker(rank: int, args: argparse.Namespace, meeting: str) -> None:
     for _ in range(3):
         for entrant in entrants:
             entrant.step()
-    costs, launched = {}, {}
+    costs, launched, agreeing = {}, {}, {}
     for entrant in sharded:  # without a slow link: what the items cost, and when reductions begin
         entrant.forget()
         for _ in range(args.rounds):
@@ -158,6 +158,8 @@ def worker(rank: int, args: argparse.Namespace, meeting: str) -> None:
         optimizer = entrant.optimizer
         assert isinstance(optimizer, Interleaved)
         costs[entrant.name] = measured(entrant.recorded, optimizer.items, args.rounds)
+        agreement = [s.end - s.start for s in entrant.recorded if s.item == "agreement"]
+        agreeing[entrant.name] = sum(agreement) / args.rounds
         launched[entrant.name] = {
             item.label: statistics.median(s.end for s in entrant.recorded if s[:3] == ("launch", item.label, "reduce"))
             for item in optimizer.early
@@ -179,7 +181,7 @@ def worker(rank: int, args: argparse.Namespace, meeting: str) -> None:
             begun = {label: min(0.0, when) for label, when in launched[entrant.name].items()}
             items = entrant.optimizer.items  # type: ignore[attr-defined]
             spans = simulate(ORDERS[entrant.name](items), costs[entrant.name], link, args.ranks, begun)
-            expected = max(s.end for s in spans)
+            expected = agreeing[entrant.name] + max(s.end for s in spans)
             waiting = sum(s.end - s.start for s in spans if s.kind == "wait")
             real = statistics.median(entrant.after)
             waited = statistics.median(entrant.waited)

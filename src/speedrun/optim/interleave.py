@@ -276,13 +276,14 @@ class Interleaved(Optimizer):
         self.optimizers[0]._raise_last()
         on_cpu, count = self.refs[0].param.device.type == "cpu", len(self.refs)
         there, bad, where = torch.zeros(count), torch.zeros(count), torch.zeros(self.team.size)
-        for k, ref in enumerate(self.refs):
-            g = ref.param.grad
-            there[k] = g is not None
-            if g is not None and g.is_sparse:
-                raise ValueError(f"The gradient of {ref.name} is sparse; create the embedding with sparse=False.")
-            if on_cpu and g is not None and not all_finite(g):
-                bad[k] = where[self.team.rank] = 1
+        with self._span("compute", "agreement", "check"):
+            for k, ref in enumerate(self.refs):
+                g = ref.param.grad
+                there[k] = g is not None
+                if g is not None and g.is_sparse:
+                    raise ValueError(f"The gradient of {ref.name} is sparse; create the embedding with sparse=False.")
+                if on_cpu and g is not None and not all_finite(g):
+                    bad[k] = where[self.team.rank] = 1
         message = torch.cat([there.double(), bad.double(), where.double(), torch.tensor(numbers, dtype=torch.float64)])
         with self._span("launch", "agreement", "reduce"):
             arriving = self.team.tell(message)
