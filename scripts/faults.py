@@ -23,7 +23,7 @@ STEPS = 40
 FLAGS = [
     "--recipe", "interleaved", "--compile", "False", "--threads", "1", "--schedule.steps", str(STEPS - 4),
     "--schedule.extension", "4", "--schedule.batch-ramp", "3", "6", "9", "--schedule.length", "64",
-    "--loader.max-document", "64", "--schedule.window-ramp", "16", "32", "48", "--schedule.window-extension", "56",
+    "--loader.max-document", "64", "--schedule.window-ramp", "16", "32", "48", "--schedule.window-extension", "64",
     "--schedule.window-final", "64", "--schedule.momentum-warmup", "10", "--schedule.momentum-cooldown", "5",
     "--model.width", "64", "--model.heads", "2", "--validation.length", "64", "--validation.every", "1000000",
     "--validation.first", "False", "--checkpoint-every", "5", "--sample", "False", "--save", "False",
