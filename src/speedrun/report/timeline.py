@@ -12,8 +12,26 @@ from speedrun.report.schedules import GRID, INK, text
 from speedrun.train.trace import Steps
 
 WIDTH, LEFT, RIGHT, TOP, LANE, GAP = 960, 86, 16, 56, 30, 40
-COLORS = {"compute": "#2471a3", "launch": "#b9770e", "wait": "#c0392b", "copy": "#1e8449", "transfer": "#7d3c98"}
-WORDS = {"compute": "compute", "launch": "launch", "wait": "wait", "copy": "copy", "transfer": "on the link"}
+COLORS = {
+    "compute": "#2471a3",
+    "backward": "#85929e",
+    "launch": "#b9770e",
+    "wait": "#c0392b",
+    "copy": "#1e8449",
+    "transfer": "#7d3c98",
+}
+WORDS = {
+    "compute": "compute",
+    "backward": "backward pass",
+    "launch": "launch",
+    "wait": "wait",
+    "copy": "copy",
+    "transfer": "on the link",
+}
+
+
+def color_of(span: Span) -> str:
+    return COLORS["backward" if span.op == "backward" else span.kind]
 
 
 def lanes(ranks: Sequence[Steps], step: int) -> list[tuple[str, list[Span]]]:
@@ -36,15 +54,16 @@ def timeline_svg(panels: Sequence[tuple[str, Sequence[Steps], int]]) -> str:
         starts = [max((s.end for s in found if s.op == "backward"), default=None) for _, found in rows]  # type: ignore[type-var]
         known = [s for s in starts if s is not None]
         zero = max(known) if known else min(s.start for s in spans)
-        shown = [(name, [s for s in found if s.op != "backward"]) for name, found in rows]
+        shown = [(name, sorted(found, key=lambda s: s.op != "backward")) for name, found in rows]  # it lies below
         drawn.append((title, shown, zero))
-    first = min(s.start - zero for _, rows, zero in drawn for _, found in rows for s in found)
     last = max(s.end - zero for _, rows, zero in drawn for _, found in rows for s in found)
+    # What began long before the end of the backward pass would leave no room for the rest.
+    first = max(-last / 3, min(s.start - zero for _, rows, zero in drawn for _, found in rows for s in found))
     scale = (WIDTH - LEFT - RIGHT) / (last - first)
     out: list[str] = []
     x, y = LEFT, 22
     for kind, color in COLORS.items():
-        if any(s.kind == kind for _, rows, _ in drawn for _, found in rows for s in found):
+        if any(color_of(s) == color for _, rows, _ in drawn for _, found in rows for s in found):
             out.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{color}"/>')
             out.append(text(x + 17, y, WORDS[kind]))
             x += 110
@@ -56,10 +75,13 @@ def timeline_svg(panels: Sequence[tuple[str, Sequence[Steps], int]]) -> str:
             out.append(text(LEFT - 8, y + LANE / 2, name, anchor="end"))
             out.append(f'<rect x="{LEFT}" y="{y}" width="{WIDTH - LEFT - RIGHT}" height="{LANE - 8}" fill="{GRID}"/>')
             for s in found:
-                left, wide = LEFT + scale * (s.start - zero - first), max(0.4, scale * (s.end - s.start))
+                start, end = max(s.start - zero, first), s.end - zero
+                if end < first:
+                    continue
+                left, wide = LEFT + scale * (start - first), max(0.4, scale * (end - start))
                 about = f"{s.kind}: {s.item} {s.op}, {1e3 * (s.end - s.start):.2f} ms"
                 out.append(
-                    f'<rect x="{left:.1f}" y="{y}" width="{wide:.1f}" height="{LANE - 8}" fill="{COLORS[s.kind]}">'
+                    f'<rect x="{left:.1f}" y="{y}" width="{wide:.1f}" height="{LANE - 8}" fill="{color_of(s)}">'
                     f"<title>{about}</title></rect>"
                 )
                 if wide > 7 * len(s.item) + 6 and s.kind in ("compute", "transfer"):

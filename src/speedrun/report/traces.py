@@ -116,7 +116,7 @@ def simulate(given: Simulate, say: Say) -> int:
         for name in ORDERS:
             spans, backward = step_on(recipe, name, ranks, link, speed, given.buckets)
             s = trace.summarize({0: [span for span in spans if span.kind != "transfer"]})
-            ms = [1e3 * x for x in (backward, s.after, s.parts["compute"], s.parts["wait"])]
+            ms = [1e3 * x for x in (backward, s.after, s.parts["compute"] - backward, s.parts["wait"])]
             line = f"  {ranks:5}  {name:12}  {ms[0]:11.3f}  {ms[1]:11.3f}  {ms[2]:12.3f}  {ms[3]:10.3f}"
             say(f"{line}  {100 * s.exposed_after:20.1f} %")
             if ranks == given.gpus[0]:
@@ -148,7 +148,8 @@ def step_on(recipe: Recipe, order: str, ranks: int, link: Link, speed: Speed, bu
     early = [item.label for item in made[0].early]
     when = {label: -backward * (1 - (k + 1) / len(early)) for k, label in enumerate(early)}
     table = ORDERS[order](made[0].items)
-    return foretell(table, costs(made[0], speed), link, ranks, when), backward
+    spans = foretell(table, costs(made[0], speed), link, ranks, when)
+    return [Span("compute", "model", "backward", -backward, 0.0), *spans], backward
 
 
 def bytes_of(text: str, option: str) -> float:
