@@ -144,6 +144,10 @@ class Train:
     """Write the trained model at the end (outside the clock)."""
     sample: bool = True
     """Show a little text from the model at the end."""
+    shadow: bool = False
+    """Also measure the loss on the shadow split at the end, outside the clock: for proof, never for tuning."""
+    plan: Annotated[str | None, unset("SHA256")] = None
+    """Set by `speedrun race`: the sha256 of the plan that this run belongs to."""
     nproc: int = 1
     """Processes on this machine that train together. For several machines: `torchrun ... -m speedrun train`."""
     dry_run: bool = False
@@ -175,6 +179,7 @@ class Train:
         recipe, options = recipe_from_dict(about["recipe"]), about["options"]
         kept = {k: options[k] for k in ("seed", "compile", "checkpoint_every", "keep", "micro_rows") if k in options}
         kept |= {"save": options.get("final_checkpoint", True), "machine": Machinery(threads=about["threads"])}
+        kept |= {"shadow": "shadow" in options.get("splits", ()), "plan": options.get("plan")}
         if about["track"] == "own":
             kept |= {"data": Path(about["data"]["folder"]), "target": about["target"]}
         else:
@@ -219,7 +224,9 @@ def run_training(given: Train, recipe: Recipe, track: Track) -> int:
             raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}.")
     if not 0 <= given.seed < 2**63:
         raise UserError(f"--seed is {given.seed}; it must lie between 0 and 2**63 - 1.")
-    options = Options(given.seed, given.compile, every, given.keep, given.save, given.micro_rows)
+    options = Options(given.seed, given.compile, every, given.keep, given.save, given.micro_rows, plan=given.plan)
+    if given.shadow:
+        options = dataclasses.replace(options, splits=("val", "shadow"))
     machine = given.machine.choose(recipe.model.head_width)
     if given.dry_run:
         if given.resume:
