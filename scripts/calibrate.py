@@ -80,8 +80,9 @@ def peeking(races: int) -> str:
         naive |= statistics.below(losses[:, :n], 0.0) < ALPHA
     paid = c.first_decision(losses, tuple(range(3, 21)))
     return (
-        f"Testing after every run from the third to the twentieth, and stopping at p < 0.01, calls "
-        f"{100 * naive.mean():.1f} % of worthless recipes valid; with the levels of a plan it is {100 * paid.mean():.2f} %."
+        "Testing after every run from the third to the twentieth, and stopping at p < 0.01, calls "
+        f"{100 * naive.mean():.1f} % of worthless\nrecipes valid; with the levels of a plan it is "
+        f"{100 * paid.mean():.2f} %."
     )
 
 
@@ -98,15 +99,15 @@ def page(races: int, times: list[float], times_of: str) -> tuple[str, float]:
         "",
         "## Without any effect",
         "",
-        f"The true mean loss is the target itself ({RUNS} runs), or both sides are the same recipe ({BLOCKS} ABBA blocks).",
+        f"The true mean loss is the target itself ({RUNS} runs), or both sides are the same recipe ({BLOCKS} blocks).",
         f"Promised is {100 * ALPHA:g} %; with {races:,} repetitions no limit may exceed {100 * LIMIT:g} %.",
         "",
         *table,
         "",
-        "Heavy tails make the test more careful, not less. A drift that is no straight line does not cancel within a block;",
-        "it becomes noise of the blocks, and the interval widens. The worst kind is a machine that warms up along a curve:",
-        "within a block A comes first and last, and a curve favours or harms those places alike in every block. The row",
-        "shows that three deviations of warming within the first runs of a race are not enough to matter.",
+        "Heavy tails make the test more careful, not less. A drift that is no straight line does not cancel within a",
+        "block; it becomes noise of the blocks, and the interval widens. The worst kind is a machine that warms up",
+        "along a curve: within a block A comes first and last, and a curve favours or harms those places alike in",
+        "every block. The row has three deviations of warming, most of it within the first four runs.",
         "",
         "A loss test is only as good as its assumption that the mean of losses is nearly normal: if single runs failed",
         "badly now and then without becoming NaN (a skewed distribution), twelve runs might miss all of those.",

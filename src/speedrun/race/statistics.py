@@ -2,10 +2,10 @@
 
     speedrun stats --target 3.28 3.2795 3.2789 3.2776
 
-Loss: a one-sample, one-sided t-test against the target. Time: the logarithm of the ratio in each ABBA block, in which a
-steady drift of the machine cancels, and a t-interval over the blocks; its lower end is the claim. Looking before the end
-is paid for by spending alpha as O'Brien and Fleming's boundary does (Lan and DeMets, 1983), with boundaries that are
-exact for the t statistic. Arrays are (..., n): the last axis is the sample, so that a simulation is one call.
+Loss: a one-sample, one-sided t-test against the target. Time: the logarithm of the ratio in each ABBA block, in which
+a steady drift of the machine cancels, and a t-interval over the blocks; its lower end is the claim. Looking before the
+end is paid for by spending alpha as O'Brien and Fleming's boundary does (Lan and DeMets, 1983), with boundaries that
+are exact for the t statistic. Arrays are (..., n): the last axis is the sample, so that a simulation is one call.
 """
 
 import functools
@@ -128,9 +128,9 @@ def spent(alpha: float, share: float) -> float:
 def levels(alpha: float, sizes: tuple[int, ...]) -> tuple[float, ...]:
     """The p-value that decides at each look, for looks at these sample sizes, so that alpha holds over all of them.
 
-    Under the null, U = sum / root of the sum of squares is a Markov chain: U' = U cos(f) + sin(f), where the angle f does
-    not depend on the past and tan(f) root(n) has a t distribution with n degrees of freedom. T is a function of U, so
-    the chance of a first crossing at each look follows exactly, by carrying the density along a grid.
+    Under the null, U = sum / root of the sum of squares is a Markov chain: U' = U cos(f) + sin(f), where the angle f
+    does not depend on the past and tan(f) root(n) has a t distribution with n degrees of freedom. T is a function of
+    U, so the chance of a first crossing at each look follows exactly, by carrying the density along a grid.
     """
     if any(b <= a for a, b in zip((FEWEST - 1, *sizes), sizes, strict=False)):
         raise UserError(f"The looks {sizes} must rise, and begin at {FEWEST} or later.")

@@ -65,7 +65,7 @@ class Options:
     splits: tuple[str, ...] = ("val",)
     """Splits measured at the end; the first one is the validation split of the whole run."""
     plan: str | None = None
-    """sha256 of the plan of the race that this run belongs to; such a run also proves that validation is forward only."""
+    """sha256 of the plan of the race that this run belongs to, which must prove that validation is forward only."""
 
 
 class NonFiniteLoss(Exception):
