@@ -281,8 +281,7 @@ class Trainer:
 
     def validations(self) -> list[int]:
         """After how many steps the loss is measured."""
-        v = self.recipe.validation
-        return [*([0] if v.first else []), *range(v.every, self.steps, v.every), self.steps]
+        return self.recipe.validation.moments(self.steps)
 
     @torch.no_grad()
     def validate(self, split: str, done: int) -> float:
