@@ -3,9 +3,9 @@
     speedrun race --recipe mine --against normuon --runs 10 --submit my-idea
     speedrun records
 
-Two times are told. The measured one is the mean of the runs on whichever machine they were made. The official one is the
-predecessor's official time plus what was saved, measured on one machine: own mean minus the retimed predecessor's mean.
-The leaderboard sorts by the official one, so times of different machines never mix.
+Two times are told. The measured one is the mean of the runs on whichever machine they were made. The official one is
+the predecessor's official time plus what was saved, measured on one machine: own mean minus the retimed predecessor's
+mean. The leaderboard sorts by the official one, so times of different machines never mix.
 """
 
 import html
@@ -32,8 +32,8 @@ Record = dict[str, Any]
 def check_name(name: str) -> None:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,79}", name):
         raise UserError(
-            f"The record name {name!r} does not do: it becomes a folder's name, so use letters, digits, - _ and . alone, "
-            "beginning with a letter or digit."
+            f"The record name {name!r} does not do: it becomes a folder's name, so use letters, digits, - _ and . "
+            "alone, beginning with a letter or digit."
         )
 
 
@@ -160,9 +160,6 @@ def readme(record: Record, plan: Plan, verdict: dict[str, Any]) -> str:
     runs = {side: [r for r in verdict["runs"] if r["side"] == side] for side in sides}
     losses = [round(r["loss"], 6) for r in runs["A"]]
     times = [round(r["time"], 3) for r in runs["A"]]
-    saved = (
-        record["official"] - record["measured"] if record["retimed"] is None else record["measured"] - record["retimed"]
-    )
     lines = [
         f"# {html.escape(record['name'])}: {record['official']:.1f} s on the {plan.track} track",
         "",
@@ -172,11 +169,10 @@ def readme(record: Record, plan: Plan, verdict: dict[str, Any]) -> str:
         "",
     ]
     if plan.paired:
-        changed = differences(plan.recipes["B"], plan.recipes["A"])
+        changed = [c for c in differences(plan.recipes["B"], plan.recipes["A"]) if not c.startswith("name:")]
+        saved = record["measured"] - record["retimed"]
         lines += [f"Against `{record['against']}` ({saved:+.2f} s on the same machine):", ""]
-        lines += [f"- `{change}`" for change in changed if not change.startswith("name:")] or [
-            "- nothing in the recipe"
-        ]
+        lines += [f"- `{change}`" for change in changed] or ["- nothing in the recipe"]
     else:
         lines.append("The first of its kind: it was measured against the target alone.")
     std, mean = statistics.std_mean(losses)
@@ -244,13 +240,9 @@ def problems(folder: Path, found: Finding) -> list[str]:
     if record.get("predecessor") is not None:
         path = folder.resolve().parent / Path(str(record["predecessor"])).name
         if not (path / RECORD).exists():
-            found.notes.append(
-                f"whether the official time is right: the predecessor {path.name} is not beside this folder"
-            )
-            before = {
-                "name": path.name,
-                "official": record["official"] - record["measured"] + (record["retimed"] or 0.0),
-            }
+            found.notes.append(f"whether the official time is right: the predecessor {path.name} is not beside it")
+            claimed = record["official"] - record["measured"] + (record["retimed"] or 0.0)
+            before = {"name": path.name, "official": claimed}
         else:
             before = read_record(path)
             if differences(Plan.read(path).recipes["A"], found.plan.recipes["B"]):
@@ -277,16 +269,11 @@ def table(records: list[Record]) -> list[tuple[str, ...]]:
     for r in records:
         shadow = "-" if r.get("shadow") is None else f"{r['shadow']:.4f}"
         proof = "bit-equal" if r["kind"] == "systems" else f"{r['p']:.4f}"
-        rows.append(
-            (f"{r['official']:.1f} s", f"{r['measured']:.1f} s", f"{r['loss']:.4f}", proof, shadow, str(r["runs"]))
-            + (r["date"], r["name"], r["label"])
-        )
+        times = f"{r['official']:.1f} s", f"{r['measured']:.1f} s"
+        rows.append((*times, f"{r['loss']:.4f}", proof, shadow, str(r["runs"]), r["date"], r["name"], r["label"]))
     return rows
 
 
 def markdown(records: list[Record]) -> str:
-    head, *rows = table(records)
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    return "\n".join(
-        [*lines, *(f"| {' | '.join(html.escape(cell).replace('|', chr(92) + '|') for cell in r)} |" for r in rows)]
-    )
+    head, *rows = [[html.escape(cell).replace("|", "&#124;") for cell in row] for row in table(records)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))

@@ -142,10 +142,8 @@ def panel(curves: list[Curve], name: str, column: int, top: int, low: float, hig
     parts.append(text(WIDTH - RIGHT, top + PANEL + 14, f"{longest:,.0f}", anchor="end"))
     target = curves[0].target
     if target is not None and low < target < high:
-        level = f"{y(target):.1f}"
-        parts.append(
-            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{level}" y2="{level}" stroke="#7f8c8d" stroke-dasharray="4 3"/>'
-        )
+        level = f'y1="{y(target):.1f}" y2="{y(target):.1f}"'
+        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" {level} stroke="#7f8c8d" stroke-dasharray="4 3"/>')
     for k, curve in enumerate(curves):
         color = COLORS[k % len(COLORS)]
         parts.append(path(smooth(curve.train), x, y, color))
