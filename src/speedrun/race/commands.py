@@ -11,7 +11,7 @@ from rich.console import Console
 
 from speedrun.errors import UserError
 from speedrun.race import evidence, race, records, statistics
-from speedrun.race.plan import Plan
+from speedrun.race.plan import Plan, now
 from speedrun.race.race import Race, unset
 from speedrun.race.replay import replay
 from speedrun.race.verdict import render
@@ -148,7 +148,7 @@ def challenge(given: Challenge, console: Console) -> int:
     def plan(created: str) -> Plan:
         return race.of_sides(asked, sides, track, created)
 
-    verdict = race.start(folder, plan(race.plans.now()), console, plan)
+    verdict = race.start(folder, plan(now()), console, plan)
     console.print("\n" + render(verdict), end="")
     old = evidence.examine(given.folder).verdict
     if old is not None and old["time"] and verdict["time"]:

@@ -16,6 +16,7 @@ from speedrun.errors import UserError
 from speedrun.files import sha256_file, write_json
 from speedrun.race import plan as plans
 from speedrun.race.plan import PLAN, Entry, Plan
+from speedrun.race.statistics import ALPHA
 from speedrun.race.verdict import TEXT, VERDICT, Row, decided, judge, read_row, render
 from speedrun.tracks import TRACKS
 from speedrun.train.config import Recipe, differences, recipe_from_dict
@@ -288,15 +289,19 @@ def examine(folder: Path) -> Finding:
     attempts = len(list((folder / INTERRUPTED).iterdir())) if (folder / INTERRUPTED).is_dir() else 0
     if attempts:
         notes.append(f"why {attempts} interrupted runs were stopped; each started again from step 0 with its seed")
-    if plan.seeds != plans.drawn_seeds(plan):
+    if not plan.drawn:
         notes.append("why these seeds: they were named by a person, not drawn from the plan")
     return Finding(plan, rows, verdict, problems, notes)
 
 
 def _rules(plan: Plan) -> Iterator[str]:
-    """The plan against the track as this version of the program knows it."""
+    """The plan against itself, and against the track as this version of the program knows it."""
+    if plan.drawn and plan.seeds != plans.drawn_seeds(plan):
+        yield "the seeds do not follow from the plan, as it says: something in it was edited"
     if plan.track not in TRACKS:
         return
+    if plan.alpha > ALPHA:
+        yield f"the plan accepts p < {plan.alpha:g}, the rules p < {ALPHA:g}"
     track = TRACKS[plan.track]
     if plan.target != track.target:
         yield f"the plan has the target {plan.target:g}, track {plan.track!r} has {track.target:g}"

@@ -58,6 +58,8 @@ class Plan:
     """Of side A, the challenger, and of side B, if there is one."""
     seeds: tuple[int, ...]
     """One per run of a side; both sides use the same ones."""
+    drawn: bool
+    """Whether the seeds follow from the rest of the plan, so that nobody picked them; else a person named the first."""
     alpha: float
     looks: tuple[int, ...]
     """After how many blocks (or runs, without a side B) the results are judged; the last one ends the race."""
@@ -100,8 +102,8 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         value: dict[str, Any] = {"format": FORMAT}
         for name in (
-            "created", "kind", "track", "target", "val_tokens", "files", "data", "labels", "recipes", "seeds", "alpha",
-            "looks", "splits", "settings", "machine", "source_sha256",
+            "created", "kind", "track", "target", "val_tokens", "files", "data", "labels", "recipes", "seeds", "drawn",
+            "alpha", "looks", "splits", "settings", "machine", "source_sha256",
         ):  # fmt: skip
             value[name] = getattr(self, name)
         value["recipes"] = {side: to_dict(recipe) for side, recipe in self.recipes.items()}

@@ -166,6 +166,7 @@ def of_sides(given: Race, sides: dict[str, tuple[str, Recipe]], track: Track, cr
         labels=labels,
         recipes=recipes,
         seeds=tuple(range(first, first + given.runs)),
+        drawn=given.seed is None,
         alpha=given.alpha,
         looks=look_numbers(given.looks, given.runs // 2 if len(sides) == 2 else given.runs),
         splits=("val", "shadow") if any("shadow_" in name for name in files) else ("val",),
@@ -174,7 +175,7 @@ def of_sides(given: Race, sides: dict[str, tuple[str, Recipe]], track: Track, cr
         source_sha256=source_sha256(),
     )
     plans.check(plan)
-    return plan if given.seed is not None else dataclasses.replace(plan, seeds=plans.drawn_seeds(plan))
+    return dataclasses.replace(plan, seeds=plans.drawn_seeds(plan)) if plan.drawn else plan
 
 
 SAYS = {
