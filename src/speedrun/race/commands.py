@@ -65,7 +65,7 @@ def stats(given: Stats, console: Console) -> int:
 def hold(given: Race, console: Console) -> int:
     """Exit code 0 for a race that proved what it was about."""
     if given.submit is not None:
-        records.check_name(given.submit)
+        records.foresee(race.draw_up(given), given.submit, given.records)
     folder, verdict = race.hold(given, console)
     console.print("\n" + render(verdict), end="")
     console.print(f"race folder  {folder}")

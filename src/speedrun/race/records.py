@@ -64,16 +64,12 @@ def tracks(root: Path) -> list[str]:
 
 def submit(race: Path, name: str, root: Path) -> Path:
     """Turn a race into a record folder, if it proves one."""
-    check_name(name)
     found = examine(race)
     if found.problems or found.verdict is None:
         raise UserError(f"The race in {race} cannot be a record: {(found.problems or ['it has no verdict'])[0]}.")
     plan, verdict = found.plan, found.verdict
     folder = root / plan.track / name
-    if folder.exists():
-        raise UserError(f"{folder} exists already; choose another name.")
-    predecessor = best_before(root, plan)
-    record = describe(name, plan, verdict, predecessor)
+    record = describe(name, plan, verdict, foresee(plan, name, root))
     with new_folder(folder) as made:
         for file in (PLAN, VERDICT, TEXT):
             shutil.copyfile(race / file, made / file)
@@ -89,6 +85,14 @@ def submit(race: Path, name: str, root: Path) -> Path:
         write_atomic(made / README, readme(record, plan, verdict))
         write_manifest(made)
     return folder
+
+
+def foresee(plan: Plan, name: str, root: Path) -> Record | None:
+    """The record to beat, if there is one; what would prevent a record of this plan is told before hours of racing."""
+    check_name(name)
+    if (root / plan.track / name).exists():
+        raise UserError(f"{root / plan.track / name} exists already; choose another name.")
+    return best_before(root, plan)
 
 
 def best_before(root: Path, plan: Plan) -> Record | None:
