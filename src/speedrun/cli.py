@@ -30,12 +30,14 @@ from speedrun.files import explained as file_errors
 from speedrun.files import write_atomic
 from speedrun.model.gpt import GPTConfig, count_parameters
 from speedrun.optim.config import OptimConfig
+from speedrun.race import ablate as ablate_room
 from speedrun.race import commands as race_room
 from speedrun.race import records as records_room
 from speedrun.race import sweep as sweep_room
 from speedrun.race.race import Race
 from speedrun.recipes import DEFAULT, LINEAGE, default_for, get_recipe
 from speedrun.report import compare as compare_room
+from speedrun.report.ablation import ablation_svg
 from speedrun.report.records import records_svg
 from speedrun.report.schedules import schedule_svg
 from speedrun.tracks import TRACKS, Track, get_track, own_track
@@ -658,6 +660,18 @@ def compare(args: Sequence[str]) -> int:
     return 0
 
 
+def ablate(args: Sequence[str]) -> int:
+    given = parse(ablate_room.Ablate, "ablate", args, about=ablate_room.__doc__)
+    lines = ablate_room.run(given, console)
+    grid(ablate_room.table(lines))
+    title = f"{given.recipe} without each of its switches"
+    for file, content in ((given.markdown, ablate_room.markdown(lines)), (given.plot, ablation_svg(title, lines))):
+        if file is not None:
+            write_atomic(file, content)
+            say(f"written to {file}")
+    return 0
+
+
 # -------------------------------------------------------------------- the command itself
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
@@ -672,6 +686,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "verify": (verify, "recompute a race or record, and say what does not agree"),
     "challenge": (challenge, "race somebody's record again on this machine"),
     "records": (records, "the leaderboard"),
+    "ablate": (ablate, "what each switch of a recipe is worth"),
     "compare": (compare, "losses of several runs by step, token and second"),
     "doctor": (doctor, "what this machine will use, and what is missing"),
 }

@@ -210,3 +210,38 @@ def needed(effect: float, std: float, alpha: float = ALPHA, most: int = 1000) ->
         middle = (few + many) // 2
         few, many = (few, middle) if power(effect, std, middle, alpha) >= POWER else (middle + 1, many)
     return few
+
+
+# -------------------------------------------------------------------- many questions at once
+
+
+@dataclass(frozen=True)
+class Effect:
+    """Mean of paired differences with its interval and two-sided p; without two of them there is neither."""
+
+    n: int
+    mean: float
+    low: float
+    high: float
+    p: float
+
+
+def effect(differences: Sequence[float], confidence: float = 0.95) -> Effect:
+    values = np.asarray(differences, dtype=np.float64)
+    n, mean = len(values), float(values.mean())
+    if n < FEWEST:
+        return Effect(n, mean, -math.inf, math.inf, 1.0)
+    error = float(values.std(ddof=1)) / math.sqrt(n)
+    half = float(special.stdtrit(n - 1, 0.5 + confidence / 2)) * error
+    side = float(min(below(values, 0.0), below(-values, 0.0)))
+    return Effect(n, mean, mean - half, mean + half, min(1.0, 2 * side))
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """p-values corrected for their number, so that the chance of any wrong one below alpha is at most alpha."""
+    order = sorted(range(len(ps)), key=lambda i: ps[i])
+    corrected, worst = [0.0] * len(ps), 0.0
+    for rank, i in enumerate(order):
+        worst = max(worst, min(1.0, (len(ps) - rank) * ps[i]))
+        corrected[i] = worst
+    return corrected
