@@ -4,7 +4,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -50,11 +50,10 @@ def run_here(course: Course, entry: Entry, path: Path, tick: object) -> None:
         sys.argv = before
 
 
-@pytest.fixture(scope="session")
-def here() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Course, "execute", run_here)
-        yield
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Races of this test run inside this process."""
+    monkeypatch.setattr(Course, "execute", run_here)
 
 
 @pytest.fixture

@@ -118,7 +118,7 @@ def test_the_table_is_sorted_and_keeps_what_harms_and_what_failed(monkeypatch: p
 
 def test_a_real_ablation_of_one_switch(held_out: TokenFolder, speedrun: Speedrun, tmp_path: Path) -> None:
     extra = "--switches zero-init --seeds 1 --plot a.svg --markdown a.md"
-    code, out, err = speedrun(*shlex.split(LINE), "--data", held_out.path, *extra.split())
+    code, _, err = speedrun(*shlex.split(LINE), "--data", held_out.path, *extra.split())
     assert (code, err) == (0, "")
     rows = read_rows()
     assert [(row["variant"], row["steps"], row["status"]) for row in rows] == [

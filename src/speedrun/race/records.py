@@ -155,7 +155,7 @@ def anonymous(value: Any) -> Any:
         return {key: anonymous(item) for key, item in value.items()}
     if isinstance(value, list):
         return [anonymous(item) for item in value]
-    return Path(value).name if isinstance(value, str) and re.fullmatch(r"(/|[A-Za-z]:\\)\S*", value) else value
+    return Path(value).name if isinstance(value, str) and re.fullmatch(r"(/|[A-Za-z]:\\).*", value) else value
 
 
 def readme(record: Record, plan: Plan, verdict: dict[str, Any]) -> str:

@@ -89,7 +89,7 @@ def compare(logs: np.ndarray, level: float) -> Ratio:
         )
     mean, std = float(np.mean(logs)), float(np.std(logs, ddof=1))
     # A level of 0 is a look that may not decide anything: its interval holds every ratio.
-    half = math.inf if level <= 0 else float(special.stdtrit(n - 1, 1 - level)) * std / math.sqrt(n)
+    half = math.inf if level <= 0 else -float(special.stdtrit(n - 1, level)) * std / math.sqrt(n)
     return Ratio(
         blocks=n,
         ratio=math.exp(mean),
@@ -175,7 +175,9 @@ def _reach(mass: np.ndarray, edges: np.ndarray, n: int, z: np.ndarray) -> np.nda
     def chance(angle: np.ndarray) -> np.ndarray:
         return np.asarray(special.stdtr(n, math.sqrt(n) * np.tan(np.clip(angle, -math.pi / 2, math.pi / 2))))
 
-    return np.asarray(mass @ (chance(math.pi - first - turned) - chance(first - turned)))
+    # U' is at or above its value where the sine of (angle + turned) is: from `first` to pi - first, one turn earlier too.
+    inside = chance(math.pi - first - turned) - chance(first - turned) + chance(-math.pi - first - turned)
+    return np.asarray(mass @ inside)
 
 
 def _border(mass: np.ndarray, edges: np.ndarray, n: int, share: float) -> float:
