@@ -175,7 +175,7 @@ def _reach(mass: np.ndarray, edges: np.ndarray, n: int, z: np.ndarray) -> np.nda
     def chance(angle: np.ndarray) -> np.ndarray:
         return np.asarray(special.stdtr(n, math.sqrt(n) * np.tan(np.clip(angle, -math.pi / 2, math.pi / 2))))
 
-    # U' is at or above its value where the sine of (angle + turned) is: from `first` to pi - first, one turn earlier too.
+    # U' is at least `then` where sin(angle + turned) is at least sin(first): up to pi - first, and one turn earlier.
     inside = chance(math.pi - first - turned) - chance(first - turned) + chance(-math.pi - first - turned)
     return np.asarray(mass @ inside)
 
