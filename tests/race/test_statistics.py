@@ -171,8 +171,8 @@ def test_many_looks_need_the_levels_of_the_normal_distribution_in_the_end() -> N
 
 @pytest.mark.parametrize("sizes", [(2, 3, 4, 5, 6, 7, 8), (2, 4, 6, 8, 10, 12), (3, 6)])
 def test_the_levels_hold_alpha_over_all_looks(sizes: tuple[int, ...]) -> None:
-    """Crossings counted in 400,000 races without an effect; five times what is allowed, to have many of them."""
-    alpha, races = 0.05, 400_000
+    """Crossings counted in 150,000 races without an effect; five times what is allowed, to have many of them."""
+    alpha, races = 0.05, 150_000
     values = np.random.default_rng(7).normal(size=(races, sizes[-1]))
     border = s.levels(alpha, sizes)
     crossed = np.zeros(races, dtype=bool)

@@ -314,7 +314,7 @@ def lines_of(rows: list[Row], names: list[str]) -> list[Line]:
 
 
 def table(lines: list[Line]) -> list[tuple[str, ...]]:
-    rows = [
+    rows: list[tuple[str, ...]] = [
         ("turned off", "seeds", "loss", "95 % interval", "p (Holm)", "seconds", "to the same loss", "95 % interval")
     ]
     for line in lines:

@@ -82,7 +82,7 @@ class Plan:
         """Every run, in order: ABBA blocks, in which both sides have the same two seeds, or A alone."""
         if not self.paired:
             return [Entry(i + 1, "A", seed, i) for i, seed in enumerate(self.seeds)]
-        found = []
+        found: list[Entry] = []
         for block in range(len(self.seeds) // 2):
             first, second = self.seeds[2 * block : 2 * block + 2]
             for side, seed in zip(BLOCK, (first, first, second, second), strict=True):

@@ -71,8 +71,8 @@ def submit(race: Path, name: str, root: Path) -> Path:
     folder = root / plan.track / name
     record = describe(name, plan, verdict, foresee(plan, name, root))
     with new_folder(folder) as made:
-        for file in (PLAN, VERDICT, TEXT):
-            shutil.copyfile(race / file, made / file)
+        for file_name in (PLAN, VERDICT, TEXT):
+            shutil.copyfile(race / file_name, made / file_name)
         shutil.copytree(race / RUNS / "001-A" / SOURCE, made / SOURCE)  # the same for all runs, by its hash
         left_out = shutil.ignore_patterns(SOURCE, ".*", "checkpoints", "tokenizer.json")
         for part in (RUNS, INTERRUPTED):
@@ -269,7 +269,7 @@ def problems(folder: Path, found: Finding) -> list[str]:
 
 def table(records: list[Record]) -> list[tuple[str, ...]]:
     """Rows for a person: the fastest first."""
-    rows = [("official", "measured", "loss", "p", "shadow", "runs", "date", "record", "recipe")]
+    rows: list[tuple[str, ...]] = [("official", "measured", "loss", "p", "shadow", "runs", "date", "record", "recipe")]
     for r in records:
         shadow = "-" if r.get("shadow") is None else f"{r['shadow']:.4f}"
         proof = "bit-equal" if r["kind"] == "systems" else f"{r['p']:.4f}"

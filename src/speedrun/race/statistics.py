@@ -114,7 +114,7 @@ def noise_floor(*sides: Sequence[float]) -> float | None:
 
 # -------------------------------------------------------------------- looking early
 
-CELLS = 240  # of the grid of the boundary; twice as many change a level by a thousandth of itself
+CELLS = 160  # of the grid of the boundary; more of them change a level by less than a hundredth of itself
 LOWEST, HIGHEST = -6.0, 8.0  # the grid, as quantiles of the normal distribution
 NEVER = 1e-12  # a look that would spend less than this spends nothing
 
@@ -167,7 +167,11 @@ def _statistic(z: np.ndarray | float, n: int) -> np.ndarray:
 
 def _reach(mass: np.ndarray, edges: np.ndarray, n: int, z: np.ndarray) -> np.ndarray:
     """Probability of U of n + 1 values at or above each z, for U of n values in cells of this mass."""
-    now = _statistic((edges[1:] + edges[:-1]) / 2, n)[:, None]
+    # The middle of a cell would widen the distribution a little at every step; this point keeps its deviation.
+    width = edges[1] - edges[0]
+    slope = np.divide(np.gradient(mass, width), mass, out=np.zeros_like(mass), where=mass > 0)
+    shift = np.clip(width**2 / 24 * slope, -width / 2, width / 2)
+    now = _statistic((edges[1:] + edges[:-1]) / 2 + shift, n)[:, None]
     then = _statistic(z, n + 1)[None, :]
     turned = np.arctan(now)
     first = np.arcsin(np.clip(then / np.sqrt(1 + now**2), -1, 1))

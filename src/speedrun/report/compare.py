@@ -79,7 +79,7 @@ def read_curves(folders: tuple[Path, ...]) -> list[Curve]:
 
 
 def table(curves: list[Curve]) -> list[tuple[str, ...]]:
-    rows = [("run", "steps", "tokens", "seconds", "ms/step", "loss", "reached", "status")]
+    rows: list[tuple[str, ...]] = [("run", "steps", "tokens", "seconds", "ms/step", "loss", "reached", "status")]
     for curve in curves:
         steps, tokens, seconds, _ = (curve.train or curve.val)[-1]
         loss = f"{curve.val[-1][3]:.4f}" if curve.val else "-"

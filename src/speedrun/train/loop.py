@@ -533,7 +533,7 @@ class Trainer:
         digest = hashlib.sha256()
         for name, p in self.model.named_parameters():
             digest.update(name.encode())
-            digest.update(p.detach().reshape(-1).view(torch.uint8).cpu().numpy())
+            digest.update(p.detach().reshape(-1).view(torch.uint8).cpu().numpy().data)
         return digest.hexdigest()
 
     @contextlib.contextmanager
