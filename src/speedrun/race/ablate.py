@@ -234,6 +234,10 @@ class Rows:
         self.rows.append(row)
 
 
+def process(words: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, capture_output=True, text=True)
+
+
 def execute(given: Ablate, name: str, recipe: Recipe, seed: int) -> Row:
     slug = hashlib.sha256(name.encode()).hexdigest()[:8]
     folder = given.out / "runs" / f"{slug}-s{seed}-{time.time_ns()}"
@@ -244,7 +248,7 @@ def execute(given: Ablate, name: str, recipe: Recipe, seed: int) -> Row:
     words += ["--compile", str(given.compile), "--seed", str(seed), "--out", str(folder)]
     words += ["--checkpoint-every", "0", "--save", "False", "--sample", "False"]
     began = time.monotonic()
-    done = subprocess.run(words, capture_output=True, text=True)
+    done = process(words)
     if done.returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM):
         raise KeyboardInterrupt  # somebody stopped the run: that says nothing about the switch
     if done.returncode not in (0, 1) or not (folder / "result.json").exists():
@@ -310,7 +314,7 @@ def lines_of(rows: list[Row], names: list[str]) -> list[Line]:
     corrected = holm([line.loss.p for line in tested if line.loss is not None])
     whole = {line.name: dataclasses.replace(line, p=p) for line, p in zip(tested, corrected, strict=True)}
     found = [whole.get(line.name, line) for line in found]
-    return sorted(found, key=lambda line: (line.name != SHORTER, -line.loss.mean if line.loss else -math.inf))
+    return sorted(found, key=lambda line: (line.name != SHORTER, -line.loss.mean if line.loss else math.inf))
 
 
 def table(lines: list[Line]) -> list[tuple[str, ...]]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 from speedrun.race import statistics
 from speedrun.race.statistics import ALPHA, FEWEST
@@ -107,7 +107,7 @@ def faster_rate(
 
 def upper_limit(found: int, races: int, confidence: float = 0.99) -> float:
     """Clopper and Pearson's upper limit of a rate."""
-    return 1.0 if found == races else float(stats.beta.ppf(confidence, found + 1, races - found))
+    return 1.0 if found == races else float(special.betaincinv(found + 1, races - found, confidence))
 
 
 def every(n: int) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import optimize, special, stats
+from scipy import special  # not scipy.stats, which every command would wait a second for
 
 from speedrun.errors import UserError
 
@@ -121,7 +121,7 @@ NEVER = 1e-12  # a look that would spend less than this spends nothing
 
 def spent(alpha: float, share: float) -> float:
     """How much of alpha may be used up when this share of all runs is in (one-sided)."""
-    return float(2 * stats.norm.sf(stats.norm.isf(alpha / 2) / math.sqrt(share))) if share > 0 else 0.0
+    return float(2 * special.ndtr(special.ndtri(alpha / 2) / math.sqrt(share))) if share > 0 else 0.0
 
 
 @functools.cache
@@ -143,7 +143,7 @@ def levels(alpha: float, sizes: tuple[int, ...]) -> tuple[float, ...]:
         budget = spent(alpha, size / sizes[-1])
         share, used = (budget - used, budget) if budget - used >= NEVER else (0.0, used)
         if size == sizes[0]:
-            border = stats.norm.isf(share) if share else HIGHEST
+            border = -float(special.ndtri(share)) if share else HIGHEST
         else:
             while n < size - 1:
                 beyond = np.linspace(LOWEST, HIGHEST, CELLS + 1)
@@ -151,17 +151,17 @@ def levels(alpha: float, sizes: tuple[int, ...]) -> tuple[float, ...]:
             border = _border(mass, edges, n, share) if share else HIGHEST
         grid = np.linspace(LOWEST, border, CELLS + 1)
         if size == sizes[0]:
-            mass = np.diff(stats.norm.cdf(grid))
+            mass = np.diff(special.ndtr(grid))
         else:
             mass = -np.diff(_reach(mass, edges, n, grid))
         edges, n = grid, size
-        decided.append(float(stats.norm.sf(border)) if share else 0.0)
+        decided.append(float(special.ndtr(-border)) if share else 0.0)
     return tuple(decided)
 
 
 def _statistic(z: np.ndarray | float, n: int) -> np.ndarray:
     """U of n values at a quantile that is written as the normal's."""
-    t = stats.t.isf(stats.norm.sf(z), n - 1)
+    t = -special.stdtrit(n - 1, special.ndtr(-np.asarray(z)))
     return np.asarray(math.sqrt(n) * t / np.sqrt(n - 1 + t**2))
 
 
@@ -187,10 +187,12 @@ def _reach(mass: np.ndarray, edges: np.ndarray, n: int, z: np.ndarray) -> np.nda
 def _border(mass: np.ndarray, edges: np.ndarray, n: int, share: float) -> float:
     """The z at which the probability of being at or above it is `share`."""
 
-    def excess(z: float) -> float:
-        return float(_reach(mass, edges, n, np.asarray([z]))[0]) - share
-
-    return float(optimize.brentq(excess, -5.0, HIGHEST, xtol=1e-7)) if excess(HIGHEST) < 0 else HIGHEST
+    low, high = LOWEST, HIGHEST
+    while high - low > 1e-7:
+        middle = (low + high) / 2
+        above = float(_reach(mass, edges, n, np.asarray([middle]))[0]) > share
+        low, high = (middle, high) if above else (low, middle)
+    return high
 
 
 # -------------------------------------------------------------------- power
@@ -202,8 +204,8 @@ def power(effect: float, std: float, n: int, alpha: float = ALPHA) -> float:
         return 0.0
     if std == 0:
         return 1.0 if effect > 0 else 0.0
-    border = stats.t.isf(alpha, n - 1)
-    chance = float(stats.nct.sf(border, n - 1, effect / std * math.sqrt(n)))
+    border = -special.stdtrit(n - 1, alpha)
+    chance = 1 - float(special.nctdtr(n - 1, effect / std * math.sqrt(n), border))
     return 1.0 if math.isnan(chance) and effect > 0 else chance  # scipy has no digits left for a huge effect
 
 
