@@ -24,9 +24,9 @@ SETTINGS = ["--recipe", "adamw", "--target", "9", "--threads", "1", "--compile",
 Speedrun = Callable[..., tuple[int, str, str]]
 
 
-def words(line: str, data: Path, *, steps: int = 4, against_steps: int | None = None) -> list[str]:
+def words(line: str, data: Path, *, steps: int = 4, against_steps: int | None = None, more: str = "") -> list[str]:
     """`race ...` with tiny recipes: side A has 4 steps; side B, if there is one, has its own number."""
-    sides = ["--set", *SMALL.split(), f"schedule.steps={steps}"]
+    sides = ["--set", *SMALL.split(), f"schedule.steps={steps}", *more.split()]
     if against_steps is not None:
         sides += ["--against", "adamw", "--against-set", *SMALL.split(), f"schedule.steps={against_steps}"]
     return ["race", "--data", str(data), *SETTINGS, *sides, *shlex.split(line)]

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError
 from speedrun.files import write_json
 from speedrun.race.evidence import examine
-from speedrun.race.plan import Plan, flags
+from speedrun.race.plan import Entry, Plan, flags
 from speedrun.race.race import Course
 from speedrun.recipes import LINEAGE, get_recipe
 from speedrun.train.config import with_fields
@@ -101,7 +102,7 @@ def test_a_race_that_is_decided_at_a_look_ends_there(held_out: TokenFolder, spee
 
 
 def test_a_run_that_goes_nan_counts_as_failed(held_out: TokenFolder, speedrun: Speedrun, here: None) -> None:
-    code, out, _ = speedrun(*words("--runs 2", held_out.path), "--set", "optim.lr=1e30", "model.layers=1")
+    code, out, _ = speedrun(*words("--runs 2", held_out.path, more="optim.lr=1e30"))
     assert code == 1
     assert "FAILED: 2 of 2 runs of adamw" in out
     verdict = read(Path("races/own-adamw/verdict.json"))
@@ -112,15 +113,11 @@ def test_a_run_that_goes_nan_counts_as_failed(held_out: TokenFolder, speedrun: S
 
 def test_a_systems_race_needs_bit_equal_losses(held_out: TokenFolder, speedrun: Speedrun, here: None) -> None:
     line = words("--runs 4 --kind systems --out same", held_out.path, against_steps=4)
-    code, out, _ = speedrun(*line)
-    assert code in (0, 1)
+    _, out, _ = speedrun(*line)
     verdict = read(Path("same/verdict.json"))
     assert verdict["pairs"] == {"all": 4, "equal": 4}
     assert verdict["verdict"] in ("inconclusive", "faster", "slower")
     assert "bit-equal for 4 of 4 seeds" in out
-    code, out, _ = speedrun(*words("--runs 4 --kind systems --out other", held_out.path, against_steps=5))
-    assert code == 1
-    assert "FAILED: losses are not bit-equal for 4 of 4 seeds" in out
 
 
 # -------------------------------------------------------------------- stopped and continued
@@ -131,8 +128,8 @@ def test_an_interrupted_run_starts_again_and_is_kept(
 ) -> None:
     """The second run ends as after Ctrl-C: its folder has a result, but not one that counts."""
 
-    def stopped(course: Course, entry: object, path: Path, tick: object) -> None:
-        run_here(course, entry, path, tick)  # type: ignore[arg-type]
+    def stopped(course: Course, entry: Entry, path: Path, tick: object) -> None:
+        run_here(course, entry, path, tick)
         if path.name == "002-A":
             write_json(path / "result.json", {**read_result(path), "status": "interrupted", "reason": "signal 2"})
             raise KeyboardInterrupt
@@ -160,9 +157,9 @@ def start(line: list[str], folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=folder, text=True, stdout=-1, stderr=-1, start_new_session=True)
 
 
-def wait_for(condition: object, running: subprocess.Popen[str]) -> None:
+def wait_for(condition: Callable[[], bool], running: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + 120
-    while not condition():  # type: ignore[operator]
+    while not condition():
         assert running.poll() is None, running.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -202,13 +199,25 @@ def test_ten_kills_at_random_moments(held_out: TokenFolder, tmp_path: Path, here
     assert found.verdict["sides"]["A"]["valid"]
 
 
-def test_runs_are_processes_of_their_own(held_out: TokenFolder, speedrun: Speedrun) -> None:
+def test_runs_are_processes_of_their_own(
+    held_out: TokenFolder, speedrun: Speedrun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first run inside this process, to save time; the second one as every run outside of tests."""
+    execute = Course.execute
+
+    def first_here(course: Course, entry: Entry, path: Path, tick: Callable[[Entry, int], None]) -> None:
+        (run_here if entry.number == 1 else execute)(course, entry, path, tick)
+
+    monkeypatch.setattr(Course, "execute", first_here)
     code, out, err = speedrun(*words("--runs 2 --seed 3", held_out.path))
     assert (code, err) == (0, "")
     assert "VALID" in out
     folder = Path("races/own-adamw")
     assert examine(folder).problems == []
-    assert [read_run(folder / "runs" / name)["seed"] for name in ("001-A", "002-A")] == [3, 4]
+    here, there = (read_run(folder / "runs" / name)["command"] for name in ("001-A", "002-A"))
+    assert there[0].endswith("__main__.py")
+    assert there[there.index("--seed") + 1] == "4"
+    assert len(here) == len(there)
 
 
 @pytest.mark.slow

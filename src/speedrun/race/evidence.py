@@ -394,7 +394,8 @@ def _verdicts(
 
 def _unknowable(plan: Plan) -> list[str]:
     again = "`speedrun verify --replay` repeats losses, `speedrun challenge` repeats times"
-    notes = [
+    notes = ["whether constants of a recipe were taken from the corpus"] if plan.track in TRACKS else []
+    notes += [
         f"whether the files were made up as a whole: {again}",
         "what else ran on the machine, beyond the load that telemetry saw",
         "whether other races of these recipes were made and not shown",

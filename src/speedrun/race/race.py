@@ -226,6 +226,8 @@ class Course:
         path = self.folder / RUNS / entry.name
         fresh = not finished(path)
         if fresh:
+            if source_sha256() != self.plan.source_sha256:
+                raise UserError(f"The race in {self.folder} {SAYS['source_sha256']} (--out names another folder).")
             self.set_aside(path)
             self.execute(entry, path, tick)
         run = Run.read(self.folder, entry)
@@ -279,10 +281,10 @@ class Course:
     ) -> None:
         while True:
             try:
-                child.wait(POLL)
+                child.wait(POLL if self.console.is_terminal else None)
                 return
             except subprocess.TimeoutExpired:
-                if self.console.is_terminal and (path / METRICS).exists():
+                if (path / METRICS).exists():
                     tick(entry, len(read_metrics(path, "train")))
 
     def command(self, entry: Entry, path: Path) -> list[str]:
