@@ -43,7 +43,10 @@ def drifting(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
 
 
 def warming(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
-    """The machine heats up and slows down by three deviations in all, most of it in the first four runs."""
+    """The machine heats up and slows down by three deviations in all, most of it in the first four runs.
+
+    A curve does not cancel within a block: A, which comes first and last, gains from it. This is what ABBA cannot do.
+    """
     return 3 * (1 - np.exp(-np.arange(shape[1]) / 4)) + rng.standard_normal(shape)
 
 
@@ -52,7 +55,6 @@ NOISES: dict[str, Noise] = {
     "heavy-tailed (Student's t, 3 degrees)": heavy_tailed,
     "every tenth run slowed down": outliers,
     "drifting (slope and random walk)": drifting,
-    "warming up": warming,
 }
 
 
