@@ -5,16 +5,19 @@
     python scripts/lineage.py table                         # from docs/sweeps/lineage.jsonl, in Markdown
     python scripts/lineage.py plot
 
-Every run is a process of its own. Seeds follow each other, and the order of the entrants turns round with each seed, so
-that a machine that grows slower or faster favours nobody. Seeds begin at 1000: none of them was used in tuning.
+Every run is a process of its own. `--cores 0 1` makes two at a time, each with one thread on its own core. Seeds follow
+each other, and the order of the entrants turns round with each seed, so that a machine that grows slower or faster
+favours nobody. Seeds begin at 1000: none of them was used in tuning.
 """
 
 import argparse
 import json
+import queue
 import statistics
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,24 +54,36 @@ QUESTIONS = {
 }
 
 
-def run(question: str, seeds: int, rows_file: Path) -> None:
+def run(question: str, seeds: int, rows_file: Path, cores: list[int]) -> None:
+    """Everything that is missing, one run at a time on each of these cores, or on all cores together."""
     entrants = QUESTIONS[question]
     done = {(r["question"], r["name"], r["seed"]) for r in read(rows_file)}
-    for seed in range(FIRST_SEED, FIRST_SEED + seeds):
-        for entrant in entrants if seed % 2 == 0 else reversed(entrants):
-            if (question, entrant.name, seed) not in done:
-                row = {"question": question, "name": entrant.name, "seed": seed, **once(entrant, seed)}
-                with open(rows_file, "a") as f:
-                    f.write(json.dumps(row) + "\n")
-                print(f"{entrant.name:22} seed {seed}  loss {row['loss']:.4f}  {row['seconds']:.1f} s", flush=True)
+    order = [(e, s) for s in range(FIRST_SEED, FIRST_SEED + seeds) for e in entrants[:: 1 if s % 2 == 0 else -1]]
+    free: queue.Queue[int | None] = queue.Queue()
+    for core in cores or [None]:
+        free.put(core)
+
+    def one(entrant: Entrant, seed: int) -> None:
+        core = free.get()
+        row = {"question": question, "name": entrant.name, "seed": seed, **once(entrant, seed, core)}
+        free.put(core)
+        with open(rows_file, "a") as f:
+            f.write(json.dumps(row) + "\n")
+        print(f"{entrant.name:22} seed {seed}  loss {row['loss']:.4f}  {row['seconds']:.1f} s", flush=True)
+
+    with ThreadPoolExecutor(max(1, len(cores))) as pool:
+        for result in [pool.submit(one, e, s) for e, s in order if (question, e.name, s) not in done]:
+            result.result()
 
 
-def once(entrant: Entrant, seed: int) -> dict[str, float]:
-    """One timed run without validations on the way."""
+def once(entrant: Entrant, seed: int, core: int | None) -> dict[str, float]:
+    """One timed run without validations on the way, on one core or on all of them."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "speedrun", "train", "--recipe", entrant.recipe, "--seed", str(seed)]
         command += ["--out", f"{folder}/run", "--checkpoint-every", "0", "--save", "False", "--sample", "False"]
         command += ["--validation.first", "False", "--validation.every", "1000000", *entrant.changes]
+        if core is not None:
+            command = ["taskset", "--cpu-list", str(core), *command, "--threads", "1"]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode not in (0, 1):
             sys.exit(f"{entrant.name} with seed {seed} failed:\n{done.stderr}")
@@ -176,10 +191,11 @@ def main() -> None:
     parser.add_argument("action", choices=["run", "table", "plot"])
     parser.add_argument("--only", choices=list(QUESTIONS), default="lineage", help="which comparison")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--cores", type=int, nargs="*", default=[], help="a run at a time with one thread on each")
     parser.add_argument("--rows", type=Path, default=ROWS, help="where results are kept")
     args = parser.parse_args()
     if args.action == "run":
-        run(args.only, args.seeds, args.rows)
+        run(args.only, args.seeds, args.rows, args.cores)
     elif args.action == "table":
         print((table if args.only == "lineage" else differences)(args.only, read(args.rows)))
     else:

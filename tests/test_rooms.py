@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "sample": {"errors", "data", "model", "train"},
     "doctor": {"errors", "files", "data", "model", "tracks", "train"},
     "race": {"errors", "files", "tracks", "train", "recipes"},
-    "report": {"errors", "files", "tracks", "train", "race"},
+    "report": {"errors", "files", "model", "optim", "tracks", "train", "recipes", "race"},
 }
 
 

@@ -37,6 +37,7 @@ from speedrun.race import sweep as sweep_room
 from speedrun.race.race import Race
 from speedrun.recipes import DEFAULT, LINEAGE, default_for, get_recipe
 from speedrun.report import compare as compare_room
+from speedrun.report import traces
 from speedrun.report.ablation import ablation_svg
 from speedrun.report.records import records_svg
 from speedrun.report.schedules import schedule_svg
@@ -45,9 +46,10 @@ from speedrun.train import dryrun
 from speedrun.train import run as run_room
 from speedrun.train.config import Recipe, ValidationConfig, fields_of, meanings, recipe_from_dict
 from speedrun.train.device import CompilerConfig, Machine, choose
-from speedrun.train.distributed import is_first, launch, ranks, speaks
+from speedrun.train.distributed import PATIENCE, is_first, launch, may_restart, ranks, restarted, speaks
 from speedrun.train.loop import Options
 from speedrun.train.schedule import ScheduleConfig
+from speedrun.train.watch import RankLost
 
 console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 say = console.print
@@ -83,13 +85,13 @@ def option(args: Sequence[str], name: str) -> str | None:
     return value
 
 
-def with_value(args: Sequence[str], name: str) -> list[str]:
-    """A switch given alone means True: the parser wants a value after every option."""
+def with_value(args: Sequence[str], name: str, value: str = "True") -> list[str]:
+    """A switch given alone means this value: the parser wants one after every option."""
     flag = f"--{name}"
     given = list(args)
     for i in reversed(range(len(given))):
         if given[i] == flag and (i + 1 == len(given) or given[i + 1].startswith("-")):
-            given.insert(i + 1, "True")
+            given.insert(i + 1, value)
     return given
 
 
@@ -157,6 +159,16 @@ class Train:
     """Set by `speedrun race`: the sha256 of the plan that this run belongs to."""
     nproc: int = 1
     """Processes on this machine that train together. For several machines: `torchrun ... -m speedrun train`."""
+    max_restarts: int = 0
+    """With --nproc: how often a run that lost a process goes on by itself, from its last checkpoint."""
+    patience: float = PATIENCE
+    """With several processes: seconds that they wait for one that hangs; four times as long while they compile."""
+    backend: str = "auto"
+    """With several processes: auto, gloo or nccl."""
+    order: str = "interleaved"
+    """With several processes: in which order a step exchanges and computes, interleaved or plain."""
+    trace: int = 0
+    """Record what every process does in so many steps, as trace.json in the run folder. `--trace` alone: 20 steps."""
     dry_run: bool = False
     """Train nothing and write nothing: say what the run would be, its memory and time, and whether it fits (exit code
     0) or not (2). `--dry-run` alone will do."""
@@ -198,7 +210,7 @@ class Train:
 
 
 def train(args: Sequence[str]) -> int:
-    args = with_value(args, "dry-run")
+    args = with_value(with_value(args, "dry-run"), "trace", "20")
     resume = option(args, "resume")
     folder = Path(resume) if resume and resume != "auto" else None
     if folder:
@@ -218,29 +230,50 @@ def train(args: Sequence[str]) -> int:
     if given.target is not None and given.data is None:
         raise UserError(f"--target {given.target} goes with --data; the target of track {given.track!r} is fixed.")
     track = own_track(given.data, given.target) if given.data else get_track(given.track)
+    if given.max_restarts and given.nproc == 1 and ranks() == 1:
+        raise UserError(f"--max-restarts {given.max_restarts} goes with --nproc; one process is resumed with --resume.")
     if given.nproc != 1 and ranks() == 1 and not given.dry_run:
-        return launch(given.nproc, args)
+        if given.max_restarts and not (given.out or given.resume):  # the next attempt must find the run
+            args = [*args, "--out", str(run_room.new_run_path(recipe, track, given.seed))]
+        return launch(given.nproc, args, given.max_restarts)
     return run_training(given, recipe, track)
 
 
 def run_training(given: Train, recipe: Recipe, track: Track) -> int:
     every = recipe.validation.every if given.checkpoint_every is None else given.checkpoint_every
-    for name, least in (("checkpoint_every", 0), ("keep", 1), ("micro_rows", 1)):
+    for name, least in (("checkpoint_every", 0), ("keep", 1), ("micro_rows", 1), ("trace", 0)):
         value = getattr(given, name)
         if value is not None and value < least:
             raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}.")
     if not 0 <= given.seed < 2**63:
         raise UserError(f"--seed is {given.seed}; it must lie between 0 and 2**63 - 1.")
-    options = Options(given.seed, given.compile, every, given.keep, given.save, given.micro_rows, plan=given.plan)
-    if given.shadow:
-        options = dataclasses.replace(options, splits=("val", "shadow"))
+    options = Options(
+        given.seed,
+        given.compile,
+        every,
+        given.keep,
+        given.save,
+        given.micro_rows,
+        splits=("val", "shadow") if given.shadow else ("val",),
+        plan=given.plan,
+        patience=given.patience,
+        backend=given.backend,
+        order=given.order,
+        trace=given.trace,
+    )
     machine = given.machine.choose(recipe.model.head_width)
     if given.dry_run:
         if given.resume:
             raise UserError(f"--dry-run does not go with --resume {given.resume}: it tells of a new run; drop one.")
         return dry_run(dryrun.examine(recipe, track, machine, options, given.out or Path("runs")))
     where: Path | None = None
-    if given.resume == "auto":
+    if may_restart() and not (given.out or given.resume):
+        raise UserError("With restarts every attempt must find the run: pass --out FOLDER.")
+    if restarted() and given.out and (given.out / "run.json").exists():
+        if (given.out / "result.json").exists() and run_room.read_result(given.out)["status"] != "interrupted":
+            return 1  # it had ended already, and has said how; torchrun starts again whatever ended with 1
+        where = given.out
+    elif given.resume == "auto":
         where = given.out if given.out and (given.out / "run.json").exists() else None
         where = where or (None if given.out else run_room.newest_unfinished(recipe, track, given.seed, say))
         if where is None:
@@ -672,6 +705,14 @@ def ablate(args: Sequence[str]) -> int:
     return 0
 
 
+def trace(args: Sequence[str]) -> int:
+    actions: dict[str, Callable[[Sequence[str]], int]] = {
+        "show": lambda rest: traces.show(parse(traces.Show, "trace show", rest), say),
+        "simulate": lambda rest: traces.simulate(parse(traces.Simulate, "trace simulate", rest), say),
+    }
+    return dispatch("speedrun trace", actions, args, "Look at recorded steps, or foretell them.")
+
+
 # -------------------------------------------------------------------- the command itself
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
@@ -688,6 +729,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "records": (records, "the leaderboard"),
     "ablate": (ablate, "what each switch of a recipe is worth"),
     "compare": (compare, "losses of several runs by step, token and second"),
+    "trace": (trace, "what the processes of a run wait for, or would wait for"),
     "doctor": (doctor, "what this machine will use, and what is missing"),
 }
 
@@ -718,6 +760,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if speaks(e):
             print(f"speedrun: {e}", file=sys.stderr)
         return 2
+    except RankLost as e:
+        if not e.told:
+            print(f"speedrun: {e}; all ranks end.", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("speedrun: stopped", file=sys.stderr)
         return 128 + signal.SIGINT

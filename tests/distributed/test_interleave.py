@@ -147,13 +147,15 @@ def test_state_exists_once_over_all_ranks(tmp_path: Path) -> None:
     assert max(f["bytes"] for f in found) < 0.45 * whole
 
 
-def test_the_step_follows_its_table(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_step_follows_its_table(size: int, tmp_path: Path) -> None:
     """Waits and launches of a real step, in the order that hides them: see `interleaved`."""
-    (first, _) = together(tmp_path, 2, train, "interleaved", torch.float32)
+    first, *_ = together(tmp_path, size, train, "interleaved", torch.float32)
     events = [(s.kind, s.op, s.item) for s in first["trace"] if s.kind in ("launch", "compute", "copy")]
     tables = ["embed", "head", "unused"]
     launched = [item for kind, op, item in events if (kind, op) == ("launch", "reduce")]
     assert launched[-2:] == ["matrices 0", "matrices 1"], "tables began in the backward pass"
+    assert launched[-4] == "agreement", "in front of the table whose gradient comes last"
     after = [(op, item) for kind, op, item in events if op != "reduce"]
     assert after == [
         ("update", "small 0"), ("gather", "small 0"),

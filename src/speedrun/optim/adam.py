@@ -16,6 +16,7 @@ from torch.optim.optimizer import ParamsT
 
 from speedrun.optim.base import Group, SpeedrunOptimizer, Work, require
 from speedrun.optim.muon import Decay, DecayBy
+from speedrun.optim.sharded import local_of
 
 EpsAt = Literal["corrected", "uncorrected"]
 
@@ -71,8 +72,8 @@ class Adam(SpeedrunOptimizer):
         require(group["every"] >= 1, "every", group["every"], "at least 1")
 
     def _state_shapes(self, p: Tensor, group: Group) -> dict[str, tuple[int, ...] | None]:
-        shape = tuple(p.shape)
-        rows = (p.shape[0] if p.ndim else 1, *[1] * (p.ndim - 1))
+        shape = tuple(local_of(p).shape)
+        rows = (shape[0] if shape else 1, *[1] * (p.ndim - 1))
         return {
             "step": None, "exp_avg": shape, "exp_avg_sq": shape, "gradient_sum": shape, "waiting": None,
             "row_rate": rows, "row_bias": rows,

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from speedrun.optim.exact_bf16 import checksum, join, split
+from speedrun.optim.sharded import is_sharded, local_of
 
 Group = dict[str, Any]
 Loss = TypeVar("Loss")
@@ -30,6 +31,12 @@ class Work:
     group: Group
     index: int  # within its group, for values given per parameter
     name: str
+    sharded: Any = None  # the DTensor of which `param` is this rank's part
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole parameter."""
+        return self.param.shape if self.sharded is None else self.sharded.shape
 
     def of(self, key: str) -> Any:
         """A group's value, or the parameter's own when the group lists one for each parameter."""
@@ -83,6 +90,11 @@ class SpeedrunOptimizer(Optimizer):
                     f"{type(self).__name__} cannot train {name}: it is complex ({p.dtype}); "
                     "give it as two real tensors, or to another optimizer."
                 )
+            if is_sharded(p) and self._is_exact(p, group):
+                raise ValueError(
+                    f"{name} is a bfloat16 DTensor, which has no room for exact_bf16: keep it in float32 and let FSDP "
+                    "compute in bfloat16 (MixedPrecisionPolicy), or pass exact_bf16=False."
+                )
             if not p.is_floating_point():
                 raise ValueError(f"{type(self).__name__} cannot train {name}: its dtype is {p.dtype}.")
         for key in self.per_parameter:
@@ -130,7 +142,8 @@ class SpeedrunOptimizer(Optimizer):
                         f"The gradient of {name} is sparse, which {type(self).__name__} does not support; "
                         "create the embedding with sparse=False."
                     )
-                yield Work(p, p.grad, self.state[p], group, index, name)
+                whole = p if is_sharded(p) else None
+                yield Work(local_of(p), local_of(p.grad), self.state[p], group, index, name, whole)
 
     @torch.no_grad()
     def check_gradients(self, work: list[Work] | None = None) -> float | Tensor:
@@ -148,8 +161,11 @@ class SpeedrunOptimizer(Optimizer):
             finite = self._everywhere(finite)
             self._ask_later(finite)
             return finite.float()
-        for w in work:
-            if not all_finite(w.grad):
+        bad = torch.tensor([not all_finite(w.grad) for w in work], dtype=torch.int32)
+        if any(w.sharded is not None for w in work):  # then no rank may stop alone
+            torch.distributed.all_reduce(bad, torch.distributed.ReduceOp.MAX)
+        for w, is_bad in zip(work, bad.tolist(), strict=True):
+            if is_bad:
                 raise NonFiniteGradient(
                     f"The gradient of {w.name} is not finite (NaN or infinite); no weight was changed. "
                     "Skip this step, lower the learning rate, or clip the gradients."

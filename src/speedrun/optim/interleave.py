@@ -41,7 +41,7 @@ Loss = TypeVar("Loss")
 class Span(NamedTuple):
     """Something the step did, for a trace. Times are of `time.perf_counter`."""
 
-    kind: Literal["launch", "wait", "compute", "copy"]
+    kind: Literal["launch", "wait", "compute", "copy", "transfer"]
     item: str
     op: str
     start: float
@@ -61,7 +61,7 @@ class Interleaved(Optimizer):
         buckets: in how many parts the matrices of one dtype travel.
         replicate_below: tensors with fewer weights are trained by every rank.
         process_group: None takes the default one; without any, this is one rank. GPUs need a backend for small CPU
-            tensors beside NCCL: init_process_group("cpu:gloo,cuda:nccl").
+            tensors beside NCCL: init_process_group("cpu:gloo,cuda:nccl"). A `Team` whose methods are your own will do.
         trace: a list that receives a `Span` for everything a step does.
 
     All ranks must step together. A parameter that has a gradient on some ranks only is trained with what they have.
@@ -72,7 +72,7 @@ class Interleaved(Optimizer):
         model: nn.Module,
         optimizers: Sequence[SpeedrunOptimizer],
         *,
-        order: Literal["interleaved", "plain"] | Order = "interleaved",
+        order: str | Order = "interleaved",
         average: Literal["mean", "sum"] = "mean",
         buckets: int = 2,
         replicate_below: int = 1024,
@@ -122,6 +122,7 @@ class Interleaved(Optimizer):
         self._next_early = 0
         self._ready: dict[str, int] = defaultdict(int)
         self._syncing = True
+        self._agreed: tuple[set[Tensor], float | Tensor] | NonFiniteGradient | None = None
         self._hooks = [
             ref.param.register_post_accumulate_grad_hook(self._hook(item))
             for item in self.early
@@ -173,7 +174,7 @@ class Interleaved(Optimizer):
                     "step but the last one in `with optimizer.no_sync():`."
                 )
             self._ready[item.label] += 1
-            while self._next_early < len(self.early):
+            while self._next_early < len(self.early) - 1:  # the last one leaves room for what `agree` sends
                 following = self.early[self._next_early]
                 if self._ready[following.label] < len(following.refs):
                     return
@@ -181,15 +182,6 @@ class Interleaved(Optimizer):
                 self._next_early += 1
 
         return arrived
-
-    def launch(self) -> None:
-        """Begin the reductions that the backward pass did not begin, as on a rank that had nothing to train on.
-
-        `step` does so itself. Call it before collectives of your own between the backward pass and `step`: they must
-        come in the same order on all ranks.
-        """
-        for item in self.early:
-            self._launch(item)
 
     @torch.no_grad()
     def _launch(self, item: Item) -> None:
@@ -220,11 +212,16 @@ class Interleaved(Optimizer):
             item.launched = False
         self._next_early = 0
         self._ready.clear()
+        self._agreed = None
 
     @torch.no_grad()
     def _step(self) -> None:
-        self.launch()
-        has_gradient, finite = self._agree()
+        if self._agreed is None:
+            self.agree()
+        assert self._agreed is not None
+        if isinstance(self._agreed, NonFiniteGradient):
+            raise self._agreed
+        has_gradient, finite = self._agreed
         for op, label in self.order:
             item = self.item[label]
             if op == "reduce":
@@ -251,40 +248,58 @@ class Interleaved(Optimizer):
         for member, members_work in work.items():
             member._update(members_work, finite)
 
-    def _agree(self) -> tuple[set[Tensor], float | Tensor]:
-        """Which parameters have a gradient anywhere, and whether all gradients everywhere are finite.
+    @torch.no_grad()
+    def agree(self, numbers: Sequence[float] = ()) -> list[float]:
+        """What all ranks must know before a weight changes: who has which gradients, and that they are finite.
 
-        The second answer is waited for on a CPU, before any weight changes; on a GPU the update is masked with it and
-        the error comes with the next step, as in a single process.
+        `step` does it if nobody did. Call it yourself, after the last backward pass, to learn the sums of `numbers`
+        over all ranks by the same message. Collectives of your own between the backward pass and `step` belong
+        behind it: they must come in the same order on all ranks.
+
+        A gradient that is not finite is an error of `step` on a CPU, before any weight changes. On a GPU the update is
+        masked and the error comes with the next step, as in a single process.
         """
         self.optimizers[0]._raise_last()
-        on_cpu = self.refs[0].param.device.type == "cpu"
-        flags = torch.zeros(len(self.refs) + 1, dtype=torch.int32)
+        on_cpu, count = self.refs[0].param.device.type == "cpu", len(self.refs)
+        there, bad, where = torch.zeros(count), torch.zeros(count), torch.zeros(self.team.size)
         for k, ref in enumerate(self.refs):
             g = ref.param.grad
-            flags[k] = g is not None
+            there[k] = g is not None
             if g is not None and g.is_sparse:
                 raise ValueError(f"The gradient of {ref.name} is sparse; create the embedding with sparse=False.")
-            if on_cpu and g is not None and not flags[-1] and not all_finite(g):
-                flags[-1] = 1 + k + len(self.refs) * self.team.rank
-        self.team.largest(flags)
-        if flags[-1]:
-            rank, k = divmod(int(flags[-1]) - 1, len(self.refs))
-            where = f" on rank {rank}" if self.team.size > 1 else ""
-            raise NonFiniteGradient(
-                f"The gradient of {self.refs[k].name} is not finite (NaN or infinite){where}; no weight was changed. "
+            if on_cpu and g is not None and not all_finite(g):
+                bad[k] = where[self.team.rank] = 1
+        message = torch.cat([there.double(), bad.double(), where.double(), torch.tensor(numbers, dtype=torch.float64)])
+        # In front of the last table, whose gradient comes last, so that it waits for none of the large ones.
+        for item in self.early[:-1]:
+            self._launch(item)
+        with self._span("launch", "agreement", "reduce"):
+            arriving = self.team.sum(message)
+        for item in self.early[-1:]:
+            self._launch(item)
+        with self._span("wait", "agreement", "reduce"):
+            if arriving is not None:
+                arriving.wait()
+        there, bad, where, sums = message.split([count, count, self.team.size, len(numbers)])
+        finite: float | Tensor = 1.0
+        if bad.any():
+            name = self.refs[int(bad.argmax())].name
+            rank = f" on rank {int(where.argmax())}" if self.team.size > 1 else ""
+            self._agreed = NonFiniteGradient(
+                f"The gradient of {name} is not finite (NaN or infinite){rank}; no weight was changed. "
                 "Skip this step, lower the learning rate, or clip the gradients."
             )
-        has_gradient = {ref.param for k, ref in enumerate(self.refs) if flags[k]}
-        if on_cpu:
-            return has_gradient, 1.0
-        bad = torch.zeros((), dtype=torch.int32, device=self.refs[0].param.device)
-        for ref in self.refs:
-            if ref.param.grad is not None:
-                bad |= ~ref.param.grad.sum().isfinite()
-        finite = self.team.largest(bad) == 0
-        self.optimizers[0]._ask_later(finite)
-        return has_gradient, finite.float()
+            return sums.tolist()
+        if not on_cpu:
+            flag = torch.zeros((), dtype=torch.int32, device=self.refs[0].param.device)
+            for ref in self.refs:
+                if ref.param.grad is not None:
+                    flag |= ~ref.param.grad.sum().isfinite()
+            all_good = self.team.largest(flag) == 0
+            self.optimizers[0]._ask_later(all_good)
+            finite = all_good.float()
+        self._agreed = {ref.param for k, ref in enumerate(self.refs) if there[k]}, finite
+        return sums.tolist()
 
     @contextmanager
     def _span(self, kind: Any, item: str, op: str) -> Iterator[None]:

@@ -19,6 +19,7 @@ from torch.optim.optimizer import ParamsT
 
 from speedrun.optim.base import Group, SpeedrunOptimizer, Work, named, require, value_at
 from speedrun.optim.orthogonalize import Coefficients, Method, check_method, fast_dtype, orthogonalize_stack
+from speedrun.optim.sharded import local_of, part_of, whole_of
 
 Scale = Literal["none", "unit-variance", "spectral", "match-rms-adamw"]
 Decay = Literal["decoupled", "cautious"]
@@ -150,7 +151,8 @@ class Muon(SpeedrunOptimizer):
             Grid(p.shape, matrix, value_at(group["blocks"], index), name)
 
     def _state_shapes(self, p: Tensor, group: Group) -> dict[str, tuple[int, ...] | None]:
-        return {"momentum_buffer": tuple(p.shape), "update_buffer": tuple(p.shape)}
+        shape = tuple(local_of(p).shape)
+        return {"momentum_buffer": shape, "update_buffer": shape}
 
     def _state_layout(self, p: Tensor, group: Group) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         wide = torch.float64 if p.dtype == torch.float64 else torch.float32
@@ -173,7 +175,7 @@ class Muon(SpeedrunOptimizer):
     def _buckets(self, work: list[Work]) -> Iterator[list[tuple[Work, Grid]]]:
         buckets: dict[tuple[Any, ...], list[tuple[Work, Grid]]] = defaultdict(list)
         for w in work:
-            grid = Grid(w.param.shape, w.of("matrix"), w.of("blocks"), w.name)
+            grid = Grid(w.shape, w.of("matrix"), w.of("blocks"), w.name)
             buckets[self._bucket_key(w, grid)].append((w, grid))
         for members in buckets.values():
             chunk: list[tuple[Work, Grid]] = []
@@ -212,12 +214,23 @@ class Muon(SpeedrunOptimizer):
             m.lerp_(g, (1 - mu) * finite)
         else:
             m.mul_(mu if isinstance(finite, float) else 1 - (1 - mu) * finite).add_(g)
-        if not w.group["nesterov"]:
-            part.copy_(grid.cut(m))
-        elif w.group["momentum_form"] == "ema":
-            torch.lerp(grid.cut(g), grid.cut(m), mu, out=part)
+        if w.sharded is None:
+            self._look_ahead(w.group, grid.cut(g), grid.cut(m), part)
         else:
-            torch.add(grid.cut(g), grid.cut(m), alpha=mu, out=part)
+            mine = torch.empty_like(m)
+            self._look_ahead(w.group, g, m, mine)
+            part.copy_(grid.cut(whole_of(mine, w.sharded)))
+
+    @staticmethod
+    def _look_ahead(group: Group, g: Tensor, m: Tensor, out: Tensor) -> None:
+        """Nesterov's mixture of gradient and momentum, or the momentum alone."""
+        mu = group["momentum"]
+        if not group["nesterov"]:
+            out.copy_(m)
+        elif group["momentum_form"] == "ema":
+            torch.lerp(g, m, mu, out=out)
+        else:
+            torch.add(g, m, alpha=mu, out=out)
 
     def _normalize(self, bucket: list[tuple[Work, Grid]], out_Nrc: Tensor, finite: float | Tensor) -> Tensor:
         return out_Nrc
@@ -225,6 +238,8 @@ class Muon(SpeedrunOptimizer):
     def _apply(self, w: Work, update: Tensor, scale: float, finite: float | Tensor) -> None:
         """Weight decay and the step itself, on the master."""
         group = w.group
+        if w.sharded is not None:
+            update = part_of(update, w.sharded)
         smooth = group["update_ema"]
         if smooth:
             if "update_buffer" not in w.state:

@@ -44,6 +44,9 @@ class Team:
 
     @classmethod
     def of(cls, group: Any) -> "Team":
+        """The ranks of a process group, of the default one for None; a team is one already."""
+        if isinstance(group, Team):
+            return group
         if not (dist.is_available() and dist.is_initialized()):
             return cls()
         return cls(group, dist.get_rank(group), dist.get_world_size(group))

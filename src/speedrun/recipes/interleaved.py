@@ -51,7 +51,7 @@ def pocket() -> Recipe:
         loader=LoaderConfig(packing="documents", order="rows", max_document=128),
         optim=replace(OPTIM, lr=0.016),
         schedule=ScheduleConfig(
-            steps=700, extension=40, length=128, warmup=0.0, cooldown=0.5, floor=0.1, batch_ramp=(8, 16, 24),
+            steps=625, extension=40, length=128, warmup=0.0, cooldown=0.5, floor=0.1, batch_ramp=(8, 16, 24),
             lr_ramp=(1.0, 1.52, 1.73), window_ramp=(32, 64, 96), window_extension=112, window_final=128,
             window_block=16, momentum_warmup=200, momentum_cooldown=50, predict=3, split=2 / 3,
         ),

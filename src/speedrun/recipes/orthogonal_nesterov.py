@@ -23,7 +23,7 @@ def pocket() -> Recipe:
         name="orthogonal-nesterov",
         about=ABOUT,
         optim=replace(base.optim, lr=0.004, matrices="muon", muon=replace(MUON, lr=0.02, weight_decay=0.07)),
-        schedule=replace(base.schedule, steps=998, rows=16),
+        schedule=replace(base.schedule, steps=998, rows=16, warmup=0.0, cooldown=0.8),
     )
 
 

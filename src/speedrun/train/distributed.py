@@ -8,6 +8,7 @@ torchrun starts the processes and tells each its rank in the environment. A sing
 import contextlib
 import datetime
 import os
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,8 +19,9 @@ import torch.distributed as dist
 
 from speedrun.errors import UserError
 from speedrun.optim.pipeline import Team
+from speedrun.train.watch import LONG, Watch, lost_connection
 
-PATIENCE = 300.0  # seconds a rank waits for another before it gives up; compiling takes the longest
+PATIENCE = 300.0  # seconds a rank waits for another before it gives up; four times as long while something compiles
 
 
 def ranks() -> int:
@@ -41,22 +43,80 @@ def speaks(error: UserError) -> bool:
     return getattr(error, "mine_to_tell", ranks() == 1 or os.environ.get("LOCAL_RANK", "0") == "0")
 
 
+def restarted() -> bool:
+    """Whether torchrun has started these processes again after a failure."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def may_restart() -> bool:
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+
+
+def choose_backend(asked: str, device: torch.device) -> str:
+    """gloo for CPUs; NCCL for GPUs, with gloo beside it for small tensors that live on the CPU."""
+    if asked not in ("auto", "gloo", "nccl"):
+        raise UserError(f"--backend is {asked!r}; it must be one of: auto, gloo, nccl.")
+    if asked == "nccl" and device.type != "cuda":
+        raise UserError(f"--backend nccl needs a GPU, and the device is {device}; drop it, or pass --backend gloo.")
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" and asked != "gloo" else "gloo"
+
+
 @contextlib.contextmanager
-def joined(device: torch.device) -> Iterator[Team]:
-    """The ranks of this run; alone when there is one process."""
+def joined(
+    device: torch.device, patience: float = PATIENCE, backend: str = "auto"
+) -> Iterator[tuple[Team, Watch | None]]:
+    """The ranks of this run, and who watches over them; alone when there is one process."""
+    if not patience > 0:
+        raise UserError(f"--patience is {patience:g} seconds; it must be positive.")
+    backend = choose_backend(backend, device)
     if ranks() == 1:
-        yield Team()
+        yield Team(), None
         return
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=PATIENCE))
-    store = dist.distributed_c10d._get_default_store()
+    # The watch gives up first, and says why; this is for the case that it cannot.
+    limit = datetime.timedelta(seconds=(LONG + 1) * patience)
+    store = meeting_point(limit, host=is_first() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True")
+    rank = int(os.environ["RANK"])
+    dist.init_process_group(
+        backend, store=dist.PrefixStore("group", store), rank=rank, world_size=ranks(), timeout=limit
+    )
+    team = Team.of(None)
+    # A connection of its own: one that waits for something would hold up the other.
+    watch = Watch(team.rank, team.size, dist.PrefixStore("watch", meeting_point(limit)), patience)
+    broken = False
     try:
-        yield Team.of(None)
+        yield team, watch
     except UserError as e:
-        e.mine_to_tell = store.add("told", 1) == 1  # type: ignore[attr-defined]
+        watch.leaving(e)
+        e.mine_to_tell = watch.first("told")  # type: ignore[attr-defined]
+        raise
+    except Exception as e:
+        if lost_connection(e):
+            broken = True
+            raise watch.explained(e) from None
+        watch.leaving(e)
         raise
     finally:
-        dist.destroy_process_group()
+        watch.close()
+        if not broken:  # otherwise it would wait for the rank that is gone
+            dist.destroy_process_group()
+
+
+def meeting_point(limit: datetime.timedelta, host: bool = False) -> Any:
+    """The store where the ranks meet. torchrun keeps it, so it outlives any rank; without torchrun rank 0 does.
+
+    It also outlives an attempt, and what was said in one must not be heard in the next.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        store = dist.TCPStore(address, port, None, host, limit, wait_for_workers=False)
+    except (dist.DistNetworkError, dist.DistStoreError) as e:
+        if "EADDRINUSE" in str(e):
+            raise UserError(
+                f"The port of {address}:{port}, where the ranks meet, is taken; choose another with --master-port."
+            ) from e
+        why = str(e).splitlines()[0].rstrip(".")
+        raise UserError(f"The ranks cannot meet at {address}:{port}: {why}. Is rank 0 running there?") from e
+    return dist.PrefixStore(f"speedrun/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def handshake(team: Team, facts: Mapping[str, Any]) -> None:
@@ -88,13 +148,15 @@ class Muted:
         """Rank 0 writes it."""
 
 
-def launch(processes: int, args: Sequence[str]) -> int:
+def launch(processes: int, args: Sequence[str], max_restarts: int = 0) -> int:
     """Run `speedrun train` with these arguments in so many processes on this machine, by torchrun's own machinery."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     if processes < 1:
         raise UserError(f"--nproc is {processes}; it must be at least 1.")
+    if max_restarts < 0:
+        raise UserError(f"--max-restarts is {max_restarts}; it must not be negative.")
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -103,12 +165,15 @@ def launch(processes: int, args: Sequence[str]) -> int:
         rdzv_endpoint="localhost:0",
         run_id=f"speedrun-{os.getpid()}",
         monitor_interval=0.1,
-        max_restarts=0,
+        max_restarts=max_restarts,
     )
     command = [sys.executable, "-u", "-m", "speedrun", "train", *args]
     try:
         elastic_launch(config, command[0])(*command[1:])
     except ChildFailedError as e:
-        codes = [failure.exitcode for failure in e.failures.values()]
-        return 2 if 2 in codes else 1
+        for rank, failure in e.failures.items():
+            if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:  # that one comes from the launcher itself
+                name = signal.Signals(-failure.exitcode).name
+                print(f"speedrun: rank {rank} was ended by {name}.", file=sys.stderr)
+        return 2 if any(failure.exitcode == 2 for failure in e.failures.values()) else 1
     return 0

@@ -15,7 +15,8 @@ import itertools
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -32,16 +33,17 @@ from speedrun.model.head import describe_fp8
 from speedrun.optim import Combined, Interleaved, Snoo
 from speedrun.optim.base import NonFiniteGradient, SpeedrunOptimizer
 from speedrun.optim.config import build_optimizer, copy_state, master, set_master
-from speedrun.optim.interleave import Whole
-from speedrun.optim.pipeline import Team
-from speedrun.train import checkpoint, telemetry
+from speedrun.optim.interleave import Span, Whole
+from speedrun.optim.pipeline import ORDERS, Team
+from speedrun.train import checkpoint, telemetry, trace
 from speedrun.train.clock import Clock, synchronize
 from speedrun.train.config import Recipe
 from speedrun.train.device import Machine, compiled
-from speedrun.train.distributed import Muted
+from speedrun.train.distributed import PATIENCE, Muted
 from speedrun.train.progress import Report
 from speedrun.train.runlog import RunFolder, train_line, val_line
 from speedrun.train.schedule import Stage
+from speedrun.train.watch import Watch, lost_connection
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,14 @@ class Options:
     """Splits measured at the end; the first one is the validation split of the whole run."""
     plan: str | None = None
     """sha256 of the plan of the race that this run belongs to, which must prove that validation is forward only."""
+    patience: float = PATIENCE
+    """Seconds that ranks wait for one of them before all give up."""
+    backend: str = "auto"
+    """What carries messages between ranks: gloo or nccl; auto takes nccl on GPUs."""
+    order: str = "interleaved"
+    """In which order ranks exchange and compute within a step: interleaved or plain."""
+    trace: int = 0
+    """Record what every rank does in so many steps."""
 
 
 class NonFiniteLoss(Exception):
@@ -105,6 +115,7 @@ class Trainer:
         folder: RunFolder | Muted,
         report: Report,
         team: Team | None = None,
+        watch: Watch | None = None,
     ) -> None:
         if tokens.vocab_size > recipe.model.vocab:
             raise UserError(
@@ -113,7 +124,7 @@ class Trainer:
             )
         self.recipe, self.tokens, self.machine, self.options = recipe, tokens, machine, options
         self.folder, self.report = folder, report
-        self.team = team or Team()
+        self.team, self.watch = team or Team(), watch
         self.device = machine.device
         self.steps = recipe.schedule.total
         torch.manual_seed(options.seed)
@@ -125,11 +136,13 @@ class Trainer:
                 f"optim.clip is {recipe.optim.clip}, but gradients of several processes are never in one place; "
                 "pass --optim.clip 0, or train in one process."
             )
+        self.spans: list[Span] = []  # of the present step, if it is recorded
+        self.recorded: trace.Steps = {}
         # Losses are divided by the tokens of the whole batch, so the ranks' gradients only have to be added.
         self.optimizer = build_optimizer(
             self.model.named_parameters(),
             recipe.optim,
-            (lambda members: Interleaved(self.model, members, average="sum")) if self.team.size > 1 else None,
+            self.shared if self.team.size > 1 else None,
         )
         self.names: dict[nn.Parameter, str] = {p: n for n, p in self.model.named_parameters()}
         self.loss_of, why_not = compiled(self.model, options.compile, self.device, recipe.compiler)
@@ -143,8 +156,20 @@ class Trainer:
         self.stop_signal: int | None = None
         self.tokens_seen = 0
 
+    def shared(self, members: Sequence[SpeedrunOptimizer]) -> Interleaved:
+        """Several optimizers as one over all ranks."""
+        if self.options.order not in ORDERS:
+            raise UserError(f"--order is {self.options.order!r}; it must be one of: {', '.join(ORDERS)}.")
+        spans = self.spans if self.options.trace else None
+        return Interleaved(self.model, members, order=self.options.order, average="sum", trace=spans)
+
     def say(self, line: str) -> None:
         self.folder.log(line)
+
+    def at(self, doing: str, *, compiling: bool = False) -> None:
+        """Where this rank is, for the case that it gets no further and others wait for it."""
+        if self.watch is not None:
+            self.watch.at(doing, compiling=compiling)
 
     # ---------------------------------------------------------------- one step
 
@@ -161,9 +186,9 @@ class Trainer:
         return inner if isinstance(inner, Interleaved) else None
 
     def gradients(self, batch: Batch, stage: Stage) -> float:
-        """Accumulate the gradient of the batch's mean loss; returns that loss. Leaves no gradient on failure.
+        """Accumulate the gradient of this rank's share of the batch's mean loss; returns that share.
 
-        Ranks take whole rows, and every loss is divided by the tokens of the whole batch.
+        Ranks take whole rows, and losses are divided by the tokens of the whole batch. Leaves no gradient on failure.
         """
         mine = share(len(batch.inputs), self.team.size)[self.team.rank]
         counted = int((batch.targets >= 0).sum())
@@ -179,7 +204,7 @@ class Trainer:
                         loss = self.micro_loss(batch.rows(part.start, part.stop), stage) / counted
                         loss.backward()
                     total += loss.detach()
-                return self.agreed(total)
+                return total.item()
             except (torch.OutOfMemoryError, MemoryError, RuntimeError) as e:
                 if not out_of_memory(e):
                     raise
@@ -204,16 +229,24 @@ class Trainer:
         """Gradients are shared between ranks after the last micro-batch alone."""
         return self.sharded.no_sync() if more_to_come and self.sharded else contextlib.nullcontext()
 
-    def agreed(self, loss: Tensor) -> float:
+    def agreed(self, loss: float) -> float:
         """The sum over the ranks, which also learn here that one of them was told to stop."""
         if self.sharded is None:
-            return loss.item()
-        self.sharded.launch()
-        told = torch.stack([loss, torch.tensor(float(self.stop_signal or 0), device=self.device)])
-        self.team.sum(told).wait()
-        total, stop = told.tolist()
-        self.stop_signal = self.stop_signal or (int(stop) or None)
+            return loss
+        number = self.stop_signal or 0
+        total, numbers, told = self.sharded.agree([loss, number, float(number > 0)])
+        if told and self.stop_signal is None:
+            self.stop_signal = int(numbers / told)
         return total
+
+    @contextlib.contextmanager
+    def span(self, item: str, op: str) -> Iterator[None]:
+        """Something that this rank computes, for the trace."""
+        start = time.perf_counter()
+        yield
+        if self.options.trace:
+            synchronize(self.device)
+            self.spans.append(Span("compute", item, op, start, time.perf_counter()))
 
     def micro_loss(self, batch: Batch, stage: Stage) -> Tensor:
         """Summed loss of some rows. With gradients it weighs the predicted tokens as the stage says."""
@@ -245,7 +278,9 @@ class Trainer:
 
     def step(self, stage: Stage, batch: Batch) -> float:
         self.model.stretch(stage.windows_so_far)
-        loss = self.gradients(batch, stage)
+        with self.span("model", "backward"):
+            loss = self.gradients(batch, stage)
+        loss = self.agreed(loss)
         if not math.isfinite(loss):
             self.optimizer.zero_grad(set_to_none=True)
             raise NonFiniteLoss(f"the loss of step {stage.step} is {loss}")
@@ -253,7 +288,9 @@ class Trainer:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.optim.clip, foreach=True)
         self.set_rates(stage)
         try:
-            self.optimizer.step()
+            self.at(f"training the weights in step {stage.step}")
+            with contextlib.nullcontext() if self.sharded else self.span("all", "update"):
+                self.optimizer.step()
         except NonFiniteGradient as e:
             raise NonFiniteLoss(f"the loss of step {stage.step} is finite, but a gradient is not: {e}") from e
         finally:
@@ -321,9 +358,11 @@ class Trainer:
             v, schedule = self.recipe.validation, self.recipe.schedule
             for stage in schedule.visits():
                 for _ in range(2):
+                    self.at(f"warming up with {stage.rows} rows of {stage.length}", compiling=True)
                     with contextlib.suppress(NonFiniteLoss):  # an absurd learning rate fails in the run, not here
                         self.step(dataclasses.replace(stage, lr=1e-3), made_up(stage.rows, stage.length))
             for stage in {stage.shape: stage for stage in map(schedule.after, self.validations())}.values():
+                self.at("warming up the validation", compiling=True)
                 self.model.stretch(stage.windows_so_far)
                 with torch.no_grad():
                     self.micro_loss(made_up(v.rows, v.length), stage).item()
@@ -333,7 +372,7 @@ class Trainer:
         except UserError:
             raise
         except Exception as e:
-            if self.loss_of is self.model:
+            if self.loss_of is self.model or lost_connection(e):
                 raise
             self.say(f"torch.compile failed here ({type(e).__name__}); going on without it, about 1.2x slower")
             self.loss_of = self.model
@@ -354,6 +393,7 @@ class Trainer:
 
     def save(self, done: int) -> None:
         """Write a checkpoint: rank 0 does, of what all of them bring; it does not depend on how many they are."""
+        self.at(f"saving after {done} steps")
         whole = self.sharded.gathered() if self.sharded else self.optimizer
         weights = {f"model.{name}": self.exact(p) for name, p in self.model.named_parameters()}
         if self.team.rank:
@@ -462,6 +502,8 @@ class Trainer:
             self.clock.halt()
         if status == "ok" and not math.isfinite(losses[self.options.splits[0]]):
             status, reason = "failed", "the final validation loss is not finite"
+        if status == "ok" and self.options.trace:
+            self.write_trace()
         if status == "ok" and self.options.final_checkpoint:
             self.save(self.steps)
         result = {
@@ -490,8 +532,13 @@ class Trainer:
             self.validation(0)
         for s in range(self.start, self.steps):
             stage = self.recipe.schedule.at(s)
+            self.at(f"reading the batch of step {s}")
             batch = batches.next()
+            self.at(f"computing step {s}")
+            self.spans.clear()
             loss = self.step(stage, batch)
+            if self.start < s <= self.start + self.options.trace:  # the first one of a run is not like the others
+                self.recorded[s] = sorted(self.spans, key=lambda span: span.start)
             self.loader_state = batch.state
             self.tokens_seen += stage.tokens
             self.log_step(stage, loss)
@@ -506,6 +553,13 @@ class Trainer:
         self.clock.stop()
         return losses
 
+    def write_trace(self) -> None:
+        ranks = trace.collect(self.team, self.recorded)
+        if self.team.rank == 0 and self.recorded:
+            about = {"recipe": self.recipe.name, "track": self.recipe.track, "order": self.options.order}
+            trace.write(self.folder.path / trace.FILE, ranks, about)
+            self.say(f"trace of {len(self.recorded)} steps in {self.folder.path / trace.FILE}")
+
     def log_step(self, stage: Stage, loss: float) -> None:
         done, seconds = stage.step + 1, self.clock.seconds
         self.folder.metric({"kind": "train", "step": stage.step, "loss": loss, "lr": stage.lr, "time": seconds})
@@ -518,6 +572,7 @@ class Trainer:
         splits = self.options.splits if done == self.steps else self.options.splits[:1]
         proven = done == self.steps and self.options.plan is not None
         before = self.fingerprint() if proven else ""
+        self.at(f"validating after {done} steps", compiling=True)  # it may also be long
         losses = {split: self.validate(split, done) for split in splits}
         weights = {"weights": [before, self.fingerprint()]} if proven else {}
         loss, seconds, snapshot = losses[splits[0]], self.clock.seconds, telemetry.snapshot()
@@ -552,6 +607,10 @@ class Trainer:
         old: dict[int, Any] = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
+        except Exception as e:
+            if lost_connection(e):  # torchrun ends those who are left; they end by themselves, and say why
+                old[signal.SIGTERM] = signal.SIG_IGN
+            raise
         finally:
             for number, handler in old.items():
                 signal.signal(number, handler)

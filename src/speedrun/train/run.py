@@ -30,6 +30,7 @@ from speedrun.train.distributed import Muted, handshake, joined
 from speedrun.train.loop import Options, Trainer
 from speedrun.train.progress import Report
 from speedrun.train.runlog import RUN, RunFolder, read_metrics, read_result, read_run
+from speedrun.train.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -81,12 +82,13 @@ def start(
     recipe = fit_to_tokens(recipe, tokens, track)
     check_supply(recipe, tokens, track)
     options = dataclasses.replace(options, val_tokens=track.val_tokens)
-    with joined(machine.device) as team:
+    with joined(machine.device, options.patience, options.backend) as (team, watch):
+        check_ranks(recipe, team)
         handshake(team, facts(recipe, tokens, options))
         path = team.everybodys(out or new_run_path(recipe, track, options.seed))[0]
         if team.rank:
-            return _train(recipe, track, tokens, machine, options, Muted(path), quietly(recipe), None, team)
-        return _start(recipe, track, tokens, machine, options, path, quiet, team)
+            return _train(recipe, track, tokens, machine, options, Muted(path), quietly(recipe), None, team, watch)
+        return _start(recipe, track, tokens, machine, options, path, quiet, team, watch)
 
 
 def _start(
@@ -98,6 +100,7 @@ def _start(
     path: Path,
     quiet: bool,
     team: Team,
+    watch: Watch | None,
 ) -> Outcome:
     report = Report(recipe.schedule.total, quiet=quiet)
     description = {
@@ -115,7 +118,7 @@ def _start(
     folder = RunFolder.create(path, description, console=report.line)
     with only_here(path):
         try:
-            return _train(recipe, track, tokens, machine, options, folder, report, None, team)
+            return _train(recipe, track, tokens, machine, options, folder, report, None, team, watch)
         except (UserError, KeyboardInterrupt):
             if not read_metrics(path, "train"):  # no step was done: leave everything as it was
                 for inside in path.iterdir():
@@ -138,13 +141,14 @@ def resume(
     recipe = fit_to_tokens(recipe, tokens, track)
     check_supply(recipe, tokens, track)
     options = dataclasses.replace(options, val_tokens=track.val_tokens)
-    with joined(machine.device) as team:
+    with joined(machine.device, options.patience, options.backend) as (team, watch):
+        check_ranks(recipe, team)
         notices: list[str] = []
         saved = checkpoint.newest_good(Muted(path).checkpoints, notice=notices.append)
         handshake(team, facts(recipe, tokens, options) | {"checkpoint": None if saved is None else saved.step})
         if team.rank:
-            return _train(recipe, track, tokens, machine, options, Muted(path), quietly(recipe), saved, team)
-        return _resume(path, recipe, track, tokens, machine, options, quiet, team, saved, notices)
+            return _train(recipe, track, tokens, machine, options, Muted(path), quietly(recipe), saved, team, watch)
+        return _resume(path, recipe, track, tokens, machine, options, quiet, team, watch, saved, notices)
 
 
 def _resume(
@@ -156,6 +160,7 @@ def _resume(
     options: Options,
     quiet: bool,
     team: Team,
+    watch: Watch | None,
     saved: checkpoint.Checkpoint | None,
     notices: list[str],
 ) -> Outcome:
@@ -172,7 +177,17 @@ def _resume(
         step = 0 if saved is None else saved.step
         checkpoint.drop_later(folder.checkpoints, step, folder.log)
         folder.cut_back(step, "resumed")
-        return _train(recipe, track, tokens, machine, options, folder, report, saved, team)
+        return _train(recipe, track, tokens, machine, options, folder, report, saved, team, watch)
+
+
+def check_ranks(recipe: Recipe, team: Team) -> None:
+    """A rank that never gets a row would cost a core or a GPU and do nothing."""
+    rows = min(rows for rows, _ in recipe.schedule.shapes())
+    if team.size > rows:
+        raise UserError(
+            f"There are {team.size} ranks, but a step has only {rows} row{'s' * (rows > 1)} to deal out; "
+            f"start at most {rows}, or raise the rows of the schedule."
+        )
 
 
 def facts(recipe: Recipe, tokens: TokenFolder, options: Options) -> dict[str, Any]:
@@ -195,6 +210,7 @@ def _train(
     report: Report,
     saved: checkpoint.Checkpoint | None,
     team: Team,
+    watch: Watch | None,
 ) -> Outcome:
     if (
         isinstance(folder, RunFolder)
@@ -203,7 +219,7 @@ def _train(
     ):
         shutil.copyfile(tokens.tokenizer_path, folder.path / "tokenizer.json")
     with report:
-        trainer = Trainer(recipe, tokens, machine, options, folder, report, team)
+        trainer = Trainer(recipe, tokens, machine, options, folder, report, team, watch)
         return Outcome(folder.path, trainer.run(saved), track.target)
 
 

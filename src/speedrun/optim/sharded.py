@@ -1,0 +1,39 @@
+"""Parameters that arrive as DTensors, as FSDP2's `fully_shard` leaves them: this rank's part, and the whole.
+
+State is kept for this rank's part alone. Adam needs no more than that. Muon gathers what it orthogonalises, every rank
+does so for all matrices, and keeps its own part of the result; `speedrun.optim.interleave` divides that work, too.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+
+def is_sharded(p: Tensor) -> bool:
+    """Whether `p` is a DTensor. Importing its module for this would cost everybody half a second."""
+    return hasattr(p, "device_mesh") and hasattr(p, "placements")
+
+
+def local_of(p: Any) -> Tensor:
+    """This rank's part, sharing memory with the parameter; the parameter itself when it is an ordinary one."""
+    local: Tensor = p.to_local() if is_sharded(p) else p
+    return local
+
+
+def whole_of(part: Tensor, like: Any) -> Tensor:
+    """The parts of all ranks as one tensor, laid out as `like`. All ranks must call this."""
+    from torch.distributed.tensor import DTensor
+
+    together = DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return together.full_tensor()
+
+
+def part_of(whole: Tensor, like: Any) -> Tensor:
+    """This rank's part of a tensor that all ranks have. Nothing is sent."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = like.device_mesh
+    everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return everywhere.redistribute(mesh, like.placements).to_local()

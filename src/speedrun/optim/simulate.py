@@ -1,0 +1,147 @@
+"""The sharded step without the machines: what it would wait for, from its order and what each item costs.
+
+A rank does one thing after the other, as the order says; transfers pass its link one after the other, in the order in
+which they were launched. All ranks are taken to be equally fast and to start together, so that one stands for all: the
+one with the most work. The result is a list of `Span`s, as a real step records them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from speedrun.optim.interleave import Interleaved, Span
+from speedrun.optim.pipeline import Item, Matrices, Order, Rows, Team
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects a rank with the others."""
+
+    bandwidth: float  # bytes per second
+    latency: float = 0.0  # seconds for each hop of a collective
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one item, on the rank that has most of it."""
+
+    reduce: float = 0.0  # bytes that pass its link
+    gather: float = 0.0
+    compute: float = 0.0  # seconds of training
+    pack: float = 0.0  # seconds to fill the buffer of a transfer, or to empty it
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of a processor, for items that nobody has measured."""
+
+    flops: float  # per second, in the products of the orthogonaliser
+    memory: float  # bytes per second
+
+
+def traffic(item: Item) -> tuple[float, float]:
+    """Bytes that one rank sends for an item's reduction and for its gather, in a ring."""
+    ranks, size = item.team.size, item.refs[0].param.itemsize
+    if isinstance(item, Matrices):
+        return ((ranks - 1) * item.chunk * size,) * 2
+    if isinstance(item, Rows):
+        return ((ranks - 1) * item.per * item.ref.param[0].numel() * size,) * 2
+    return 2 * (ranks - 1) / ranks * size * sum(ref.param.numel() for ref in item.refs), 0.0
+
+
+def orthogonalize_flops(rows: int, cols: int, steps: int = 5) -> float:
+    """Of one matrix on its smaller side: a Gram matrix, its square and a product with the matrix, in each iteration."""
+    short, long = sorted((rows, cols))
+    return steps * (4 * short * short * long + 2 * short**3)
+
+
+def costs(optimizer: Interleaved, speed: Speed) -> dict[str, Cost]:
+    """What each item would cost on a processor of this speed; weights, gradients and state pass its memory once."""
+    found = {}
+    for item in optimizer.items:
+        reduce, gather = traffic(item)
+        largest = max(reduce, gather)
+        found[item.label] = Cost(reduce, gather, busiest(item, speed), largest / speed.memory)
+    return found
+
+
+def busiest(item: Item, speed: Speed) -> float:
+    """Seconds that the rank with the most work needs to train its part."""
+
+    def touched(weights: int, size: int) -> float:
+        return weights * (2 * size + 4 + 16) / speed.memory  # weight, gradient, two float32 moments read and written
+
+    if isinstance(item, Matrices):
+        load = [0.0] * item.team.size
+        for ref in item.refs:
+            p = ref.param
+            flops = orthogonalize_flops(len(p), p[0].numel())
+            load[item.owner[p]] += flops / speed.flops + touched(p.numel(), p.itemsize)
+        return max(load)
+    if isinstance(item, Rows):
+        return touched(item.per * item.ref.param[0].numel(), item.ref.param.itemsize)
+    return touched(sum(ref.param.numel() for ref in item.refs), item.refs[0].param.itemsize)
+
+
+def measured(spans: Sequence[Span], items: Sequence[Item], steps: int) -> dict[str, Cost]:
+    """What each item cost in so many recorded steps, waiting left out, with the bytes it sends."""
+    found = {}
+    for item in items:
+        mine = [s for s in spans if s.item == item.label]
+        packing = [s.end - s.start for s in mine if s.kind in ("launch", "copy")]
+        computing = sum(s.end - s.start for s in mine if s.kind == "compute")
+        found[item.label] = Cost(*traffic(item), computing / steps, sum(packing) / max(1, len(packing)))
+    return found
+
+
+def simulate(
+    order: Order, costs: Mapping[str, Cost], link: Link, ranks: int, launched: Mapping[str, float] | None = None
+) -> list[Span]:
+    """A step that begins at 0, the end of the backward pass. `launched`: reductions begun before, and when."""
+    spans: list[Span] = []
+    now, free = 0.0, min((launched or {}).values(), default=0.0)
+    arrival: dict[str, float] = {}
+
+    def send(label: str, op: str, size: float, start: float) -> None:
+        nonlocal free
+        hops = (ranks - 1) * (2 if op == "reduce" and not costs[label].gather else 1)
+        begin = max(free, start)
+        free = begin + size / link.bandwidth + hops * link.latency if size else begin
+        arrival[label] = free
+        if size:
+            spans.append(Span("transfer", label, op, begin, free))
+
+    def spend(kind: str, label: str, op: str, seconds: float) -> None:
+        nonlocal now
+        if seconds > 0:
+            spans.append(Span(kind, label, op, now, now + seconds))  # type: ignore[arg-type]
+            now += seconds
+
+    for label, start in sorted((launched or {}).items(), key=lambda pair: pair[1]):
+        send(label, "reduce", costs[label].reduce, start)
+    for op, label in order:
+        cost = costs[label]
+        if op == "reduce" and label not in (launched or {}):
+            spend("launch", label, op, cost.pack)
+            send(label, op, cost.reduce, now)
+        elif op == "update":
+            spend("wait", label, op, arrival[label] - now)
+            spend("compute", label, op, cost.compute)
+        elif op == "gather":
+            spend("launch", label, op, cost.pack if cost.gather else 0.0)
+            send(label, op, cost.gather, now)
+        elif op == "finish":
+            spend("wait", label, op, arrival[label] - now)
+            spend("copy", label, op, cost.pack if cost.gather else 0.0)
+    return sorted(spans, key=lambda span: (span.start, span.end))
+
+
+def on_ranks(optimizer: Interleaved, ranks: int, buckets: int = 2, replicate_below: int = 1024) -> Interleaved:
+    """The same optimizer dealt out to so many ranks that are not there; meta tensors will do."""
+    optimizer.team = Team(None, 0, ranks)
+    optimizer.items = optimizer._build(buckets, replicate_below)
+    optimizer.item = {item.label: item for item in optimizer.items}
+    optimizer.early = [item for item in reversed(optimizer.items) if not isinstance(item, Matrices)]
+    return optimizer
+
+
+__all__ = ["Cost", "Link", "Speed", "costs", "measured", "on_ranks", "simulate", "traffic"]

@@ -1,0 +1,77 @@
+"""One step of every rank as a picture: what it computed, launched, waited for and copied.
+
+    speedrun trace show before/trace.json after/trace.json --plot timeline.svg
+
+Several traces share one time scale, so that the picture shows what the other order gains.
+"""
+
+from collections.abc import Sequence
+
+from speedrun.optim.interleave import Span
+from speedrun.report.schedules import GRID, INK, text
+from speedrun.train.trace import Steps
+
+WIDTH, LEFT, RIGHT, TOP, LANE, GAP = 960, 86, 16, 56, 30, 40
+COLORS = {"compute": "#2471a3", "launch": "#b9770e", "wait": "#c0392b", "copy": "#1e8449", "transfer": "#7d3c98"}
+WORDS = {"compute": "compute", "launch": "launch", "wait": "wait", "copy": "copy", "transfer": "on the link"}
+
+
+def lanes(ranks: Sequence[Steps], step: int) -> list[tuple[str, list[Span]]]:
+    found = []
+    for rank, steps in enumerate(ranks):
+        spans = steps[step]
+        moving = [s for s in spans if s.kind == "transfer"]
+        found.append((f"rank {rank}", [s for s in spans if s.kind != "transfer"]))
+        if moving:
+            found.append(("its link", moving))
+    return found
+
+
+def timeline_svg(panels: Sequence[tuple[str, Sequence[Steps], int]]) -> str:
+    """`panels`: a title, the ranks' steps, and which step to draw. Time 0 is the end of the slowest backward pass."""
+    drawn = []
+    for title, ranks, step in panels:
+        rows = lanes(ranks, step)
+        spans = [s for _, found in rows for s in found]
+        starts = [max((s.end for s in found if s.op == "backward"), default=None) for _, found in rows]  # type: ignore[type-var]
+        known = [s for s in starts if s is not None]
+        zero = max(known) if known else min(s.start for s in spans)
+        shown = [(name, [s for s in found if s.op != "backward"]) for name, found in rows]
+        drawn.append((title, shown, zero))
+    first = min(s.start - zero for _, rows, zero in drawn for _, found in rows for s in found)
+    last = max(s.end - zero for _, rows, zero in drawn for _, found in rows for s in found)
+    scale = (WIDTH - LEFT - RIGHT) / (last - first)
+    out: list[str] = []
+    x, y = LEFT, 22
+    for kind, color in COLORS.items():
+        if any(s.kind == kind for _, rows, _ in drawn for _, found in rows for s in found):
+            out.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{color}"/>')
+            out.append(text(x + 17, y, WORDS[kind]))
+            x += 110
+    y = TOP
+    for title, rows, zero in drawn:
+        out.append(text(LEFT, y + 12, title, size=13))
+        y += 22
+        for name, found in rows:
+            out.append(text(LEFT - 8, y + LANE / 2, name, anchor="end"))
+            out.append(f'<rect x="{LEFT}" y="{y}" width="{WIDTH - LEFT - RIGHT}" height="{LANE - 8}" fill="{GRID}"/>')
+            for s in found:
+                left, wide = LEFT + scale * (s.start - zero - first), max(0.4, scale * (s.end - s.start))
+                about = f"{s.kind}: {s.item} {s.op}, {1e3 * (s.end - s.start):.2f} ms"
+                out.append(
+                    f'<rect x="{left:.1f}" y="{y}" width="{wide:.1f}" height="{LANE - 8}" fill="{COLORS[s.kind]}">'
+                    f"<title>{about}</title></rect>"
+                )
+                if wide > 7 * len(s.item) + 6 and s.kind in ("compute", "transfer"):
+                    out.append(text(left + 4, y + LANE / 2 - 1, s.item, color="#ffffff"))
+            y += LANE
+        y += GAP // 2
+    axis = y
+    for k in range(6):
+        value = first + (last - first) * k / 5
+        at = LEFT + scale * (value - first)
+        out.append(f'<line x1="{at:.1f}" y1="{TOP}" x2="{at:.1f}" y2="{axis}" stroke="{INK}" stroke-opacity="0.15"/>')
+        out.append(text(at, axis + 14, f"{1e3 * value:.3g} ms", anchor="middle"))
+    height = axis + 24
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" '
+    return head + f'font-size="12"><rect width="{WIDTH}" height="{height}" fill="white"/>' + "".join(out) + "</svg>\n"

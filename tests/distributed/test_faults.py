@@ -1,0 +1,179 @@
+"""Losing a process: all ranks end, one sentence says which one it was and why, and restarts give the same bits."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from speedrun.data.shards import TokenFolder
+from speedrun.errors import UserError
+from speedrun.optim.pipeline import Team
+from speedrun.recipes import get_recipe
+from speedrun.train.config import with_fields
+from speedrun.train.distributed import choose_backend, joined
+from speedrun.train.run import check_ranks
+from tests.distributed.test_training import FLAGS, metrics
+
+# `speedrun train`, but one rank meets with something after a step of the first attempt.
+ACCIDENT = """
+import os, signal, sys, time
+from speedrun.cli import main
+from speedrun.train.loop import Trainer
+
+kind, rank, step = sys.argv[1], sys.argv[2], int(sys.argv[3])
+log_step = Trainer.log_step
+
+def accident(self, stage, loss):
+    log_step(self, stage, loss)
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if first and os.environ["RANK"] == rank and stage.step == step:
+        if kind == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if kind == "hangs":
+            time.sleep(1000)
+        raise KeyError("an accident")
+
+Trainer.log_step = accident
+sys.exit(main(["train", *sys.argv[4:]]))
+"""
+
+
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def torchrun(folder: Path, accident: tuple[str, int, int], *args: str) -> Any:
+    """Two ranks, one of which has an accident: (kind, rank, after which step)."""
+    script = folder / "accident.py"
+    script.write_text(ACCIDENT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += ["--monitor-interval=0.1", str(script), *map(str, accident), *args]
+    start = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=200, env=ONE_THREAD)
+    done.seconds = time.monotonic() - start  # type: ignore[attr-defined]
+    return done
+
+
+def told(done: Any) -> list[str]:
+    return [line for line in done.stderr.splitlines() if line.startswith("speedrun: ")]
+
+
+@pytest.fixture
+def flags(tokens: TokenFolder) -> list[str]:
+    return [*FLAGS, "--data", str(tokens.path), "--checkpoint-every", "3", "--out", "run"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("killed", "rank 1 is gone: no sign of life since it was"),
+        ("raises", "rank 1 failed while training the weights in step 4: KeyError: 'an accident'"),
+        ("hangs", "rank 1 hangs: training the weights in step 4 for"),
+    ],
+)
+def test_all_ranks_end_and_one_sentence_says_why(kind: str, sentence: str, flags: list[str], tmp_path: Path) -> None:
+    done = torchrun(tmp_path, (kind, 1, 4), *flags, "--patience", "3")
+    assert done.returncode == 1
+    assert len(told(done)) == 1, done.stderr
+    assert sentence in told(done)[0]
+    assert done.seconds < 60
+    assert not (tmp_path / "run" / "result.json").exists(), "so that it can be resumed"
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process has started, without asking anybody but the kernel."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        found += [int(child) for child in (task / "children").read_text().split()]
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+def test_a_run_that_lost_a_process_goes_on_by_itself_to_the_same_bits(flags: list[str], tmp_path: Path) -> None:
+    """As a person would: one command, and a rank is killed from outside."""
+    flags += ["--nproc", "2", "--max-restarts", "1", "--schedule.steps", "60"]
+    log = tmp_path / "log"
+
+    def start(folder: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "speedrun", "train", *flags, "--out", folder]
+        with open(log, "w") as f:
+            return subprocess.Popen(command, stdout=f, stderr=f, cwd=tmp_path, env=ONE_THREAD)
+
+    assert start("whole").wait(timeout=200) == 0, log.read_text()
+    run = start("run")
+    written = tmp_path / "run" / "metrics.jsonl"
+    while not (written.exists() and written.read_text().count("train") >= 8):
+        assert run.poll() is None, log.read_text()
+        time.sleep(0.02)
+    os.kill(children(run.pid)[1], signal.SIGKILL)
+    assert run.wait(timeout=200) == 0, log.read_text()
+    assert "resumed at step" in log.read_text()
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["resumed"]
+
+
+# ------------------------------------------------------------------------------------------------- bad input
+
+
+def test_what_is_asked_for_must_be_there() -> None:
+    cpu = torch.device("cpu")
+    assert choose_backend("auto", cpu) == choose_backend("gloo", cpu) == "gloo"
+    assert choose_backend("auto", torch.device("cuda")) == "cpu:gloo,cuda:nccl"
+    with pytest.raises(UserError, match="--backend nccl needs a GPU, and the device is cpu"):
+        choose_backend("nccl", cpu)
+    with pytest.raises(UserError, match="--backend is 'mpi'"):
+        choose_backend("mpi", cpu)
+    with pytest.raises(UserError, match="--patience is 0"), joined(cpu, patience=0):
+        pass
+    recipe = with_fields(get_recipe("adamw", "pocket"), {"schedule.rows": 3})
+    check_ranks(recipe, Team(None, 0, 3))
+    with pytest.raises(UserError, match="There are 4 ranks, but a step has only 3 rows"):
+        check_ranks(recipe, Team(None, 0, 4))
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (["--nproc", "2", "--backend", "nccl"], "--backend nccl needs a GPU"),
+        (["--nproc", "2", "--max-restarts", "-1"], "--max-restarts is -1"),
+        (["--max-restarts", "1"], "--max-restarts 1 goes with --nproc"),
+    ],
+)
+def test_bad_input_is_told_once(more: list[str], sentence: str, flags: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "speedrun", "train", *flags, *more]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120, env=ONE_THREAD)
+    assert done.returncode == 2, done.stderr
+    assert len(told(done)) == 1, done.stderr
+    assert sentence in told(done)[0]
+    assert not (tmp_path / "run").exists()
+
+
+def test_restarts_need_a_folder_to_find_again(flags: list[str], tmp_path: Path) -> None:
+    env = {**ONE_THREAD, "TORCHELASTIC_MAX_RESTARTS": "1"}  # as torchrun --max-restarts=1 sets it
+    command = [sys.executable, "-m", "speedrun", "train", *flags[:-2]]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120, env=env)
+    assert done.returncode == 2
+    assert "pass --out FOLDER" in told(done)[0]
+
+
+def test_a_taken_port_is_named(flags: list[str], tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        env = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+        command = [sys.executable, "-m", "speedrun", "train", *flags]
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=tmp_path, timeout=120, env={**env, "MASTER_PORT": str(port)}
+        )
+    assert done.returncode == 2, done.stderr
+    assert f"127.0.0.1:{port}, where the ranks meet, is taken" in told(done)[0]
