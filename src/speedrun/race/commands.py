@@ -146,7 +146,7 @@ def challenge(given: Challenge, console: Console) -> int:
     folder = given.out or Path("races") / f"challenge-{given.folder.resolve().name}"
 
     def plan(created: str) -> Plan:
-        return race.of_sides(asked, sides, track, created)
+        return race.of_sides(asked, sides, track, created, theirs.labels.get("both", ""))
 
     verdict = race.start(folder, plan(now()), console, plan)
     console.print("\n" + render(verdict), end="")

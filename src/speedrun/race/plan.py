@@ -54,6 +54,7 @@ class Plan:
     data: str | None
     """The token folder, if it is no track's."""
     labels: dict[str, str]
+    """What each side is called; `both`: what is changed in the recipes of both."""
     recipes: dict[str, Recipe]
     """Of side A, the challenger, and of side B, if there is one."""
     seeds: tuple[int, ...]

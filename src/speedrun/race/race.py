@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
@@ -95,8 +95,8 @@ class Race:
 # -------------------------------------------------------------------- the plan
 
 
-def side(name: str, track: str, changes: tuple[str, ...]) -> tuple[str, Recipe]:
-    """(label, recipe) of a side, with `FIELD=value` applied."""
+def side(name: str, track: str, changes: Sequence[str], unsaid: Sequence[str] = ()) -> tuple[str, Recipe]:
+    """(label, recipe) of a side, with `FIELD=value` applied; the label leaves out what the other side changes, too."""
     base = get_recipe(name, track)
     known = {field: value for field, value in fields_of(base).items() if "." in field}
     wanted: dict[str, Any] = {}
@@ -107,7 +107,7 @@ def side(name: str, track: str, changes: tuple[str, ...]) -> tuple[str, Recipe]:
         if field not in known:
             raise UserError(f"Recipe {name!r} has no field {field!r}.{nearest(field, known)}")
         wanted[field] = as_tuple(value_of(value, known[field], field))
-    return " ".join([name, *changes]), with_fields(base, wanted)
+    return " ".join([name, *(c for c in changes if c not in unsaid)]), with_fields(base, wanted)
 
 
 def look_numbers(words: tuple[str, ...], last: int) -> tuple[int, ...]:
@@ -136,14 +136,16 @@ def draw_up(given: Race, created: str | None = None) -> Plan:
     if given.runs < 1:
         raise UserError(f"--runs is {given.runs}; it must be at least {FEWEST}.")
     size = get_track(given.track).name
-    sides = {"A": side(given.recipe, size, given.changes)}
+    # What is changed on both sides alike is said once, not in every line of the verdict.
+    both = [c for c in given.changes if c in given.against_changes]
+    sides = {"A": side(given.recipe, size, given.changes, both)}
     if given.against is not None:
-        sides["B"] = side(given.against, size, given.against_changes)
+        sides["B"] = side(given.against, size, given.against_changes, both)
     track = own_track(given.data, given.target) if given.data else get_track(given.track)
-    return of_sides(given, sides, track, created or plans.now())
+    return of_sides(given, sides, track, created or plans.now(), " ".join(both))
 
 
-def of_sides(given: Race, sides: dict[str, tuple[str, Recipe]], track: Track, created: str) -> Plan:
+def of_sides(given: Race, sides: dict[str, tuple[str, Recipe]], track: Track, created: str, both: str) -> Plan:
     tokens = track.locate()
     assert track.target is not None
     recipes = {name: fit_to_tokens(recipe, tokens, track) for name, (_, recipe) in sides.items()}
@@ -153,6 +155,7 @@ def of_sides(given: Race, sides: dict[str, tuple[str, Recipe]], track: Track, cr
     labels = {name: label for name, (label, _) in sides.items()}
     if len(set(labels.values())) < len(labels):
         labels = {name: f"{label} ({name})" for name, label in labels.items()}
+    labels |= {"both": both} if both else {}
     files = hashes(tokens)
     first = given.seed or 0
     plan = Plan(

@@ -72,6 +72,7 @@ def judge(plan: Plan, rows: list[Row], look: int, plan_sha256: str) -> dict[str,
         "target": plan.target,
         "look": {"after": look, "of": plan.looks, "unit": plan.unit, "loss": loss_level, "time": time_level},
         "sides": sides,
+        "both": plan.labels.get("both"),
         "pairs": pairs,
         "time": time,
         "noise_floor": statistics.noise_floor(*times),
@@ -234,6 +235,8 @@ def render(verdict: dict[str, Any]) -> str:
         if runs is not None and runs <= now:
             more = f"as many runs again would probably decide ({now} a side)"
         line("power", "", f"{name}: " + (more or f"with these deviations {runs - now} more runs would decide"))
+    if v["both"]:
+        line("both", "", f"changed on both sides: {v['both']}")
     look = v["look"]
     if len(look["of"]) > 1:
         line(
