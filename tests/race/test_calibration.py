@@ -8,7 +8,7 @@ import pytest
 from speedrun.race import calibration as c
 from speedrun.race import statistics
 
-RACES = 100_000
+RACES = 60_000
 LIMIT = 0.012
 # Seconds of identical runs of a small model on a shared machine, in the order in which they were made.
 REAL = np.loadtxt(Path(__file__).parents[2] / "docs" / "sweeps" / "same-recipe.txt")

@@ -178,7 +178,7 @@ def test_ten_kills_at_random_moments(held_out: TokenFolder, tmp_path: Path, here
                     os._exit(cli.main(line))
             finally:
                 os._exit(99)
-        deadline = time.monotonic() + rng.uniform(0.05, 1.5) if kills < 10 else time.monotonic() + 100
+        deadline = time.monotonic() + rng.uniform(0.05, 0.9) if kills < 10 else time.monotonic() + 100
         while os.waitpid(pid, os.WNOHANG) == (0, 0):
             if time.monotonic() > deadline:
                 os.kill(pid, signal.SIGKILL)
