@@ -18,7 +18,7 @@ from tests.conftest import make_token_folder
 
 SMALL = (
     "model.layers=1 model.width=32 model.heads=2 optim.lr=0.01 schedule.rows=2 schedule.length=32 "
-    "validation.length=32 validation.rows=16 validation.first=False"
+    "validation.length=32 validation.rows=8 validation.every=50"
 )
 SETTINGS = ["--recipe", "adamw", "--target", "9", "--threads", "1", "--compile", "False"]
 Speedrun = Callable[..., tuple[int, str, str]]

@@ -141,7 +141,8 @@ def _belongs(run: Run, plan: Plan, plan_sha256: str, source: Path, recipe: Recip
     if not source.is_dir() or source_sha256(source) != about["source_sha256"]:
         yield "its copy of the source is missing or was changed: the hash in run.json is another"
     here = run.machine
-    odd = [name for name, value in plan.machine.items() if here.get(name) != value]
+    unseen = set() if run.lines("telemetry") else {"cpu", "cores", "memory_gib"}  # it failed before it looked around
+    odd = [name for name, value in plan.machine.items() if here.get(name) != value and name not in unseen]
     if odd:
         name = odd[0]
         yield f"it ran on another machine or installation: {name} is {here.get(name)!r}, not {plan.machine[name]!r}"
