@@ -30,9 +30,16 @@ from speedrun.files import explained as file_errors
 from speedrun.files import write_atomic
 from speedrun.model.gpt import GPTConfig, count_parameters
 from speedrun.optim.config import OptimConfig
+from speedrun.race import ablate as ablate_room
+from speedrun.race import commands as race_room
+from speedrun.race import records as records_room
 from speedrun.race import sweep as sweep_room
+from speedrun.race.race import Race
 from speedrun.recipes import DEFAULT, LINEAGE, default_for, get_recipe
+from speedrun.report import compare as compare_room
 from speedrun.report import traces
+from speedrun.report.ablation import ablation_svg
+from speedrun.report.records import records_svg
 from speedrun.report.schedules import schedule_svg
 from speedrun.tracks import TRACKS, Track, get_track, own_track
 from speedrun.train import dryrun
@@ -146,6 +153,10 @@ class Train:
     """Write the trained model at the end (outside the clock)."""
     sample: bool = True
     """Show a little text from the model at the end."""
+    shadow: bool = False
+    """Also measure the loss on the shadow split at the end, outside the clock: for proof, never for tuning."""
+    plan: Annotated[str | None, unset("SHA256")] = None
+    """Set by `speedrun race`: the sha256 of the plan that this run belongs to."""
     nproc: int = 1
     """Processes on this machine that train together. For several machines: `torchrun ... -m speedrun train`."""
     max_restarts: int = 0
@@ -187,6 +198,7 @@ class Train:
         recipe, options = recipe_from_dict(about["recipe"]), about["options"]
         kept = {k: options[k] for k in ("seed", "compile", "checkpoint_every", "keep", "micro_rows") if k in options}
         kept |= {"save": options.get("final_checkpoint", True), "machine": Machinery(threads=about["threads"])}
+        kept |= {"shadow": "shadow" in options.get("splits", ()), "plan": options.get("plan")}
         if about["track"] == "own":
             kept |= {"data": Path(about["data"]["folder"]), "target": about["target"]}
         else:
@@ -242,6 +254,8 @@ def run_training(given: Train, recipe: Recipe, track: Track) -> int:
         given.keep,
         given.save,
         given.micro_rows,
+        splits=("val", "shadow") if given.shadow else ("val",),
+        plan=given.plan,
         patience=given.patience,
         backend=given.backend,
         order=given.order,
@@ -610,6 +624,87 @@ def sweep(args: Sequence[str]) -> int:
     return sweep_room.run(given, console)
 
 
+# -------------------------------------------------------------------- races and records
+
+
+def race(args: Sequence[str]) -> int:
+    about = "Plan, run and judge a race. Exit code 0 for `valid` and `faster`, 1 for any other verdict."
+    return race_room.hold(parse(Race, "race", args, about=about), console)
+
+
+def stats(args: Sequence[str]) -> int:
+    about = "What these losses prove about the target. Exit code 0 if they are valid, 1 if not."
+    return race_room.stats(parse(race_room.Stats, "stats", args, about=about), console)
+
+
+def verify(args: Sequence[str]) -> int:
+    about = "Recompute a race or record from its run folders, and say what does not agree."
+    return race_room.verify(parse(race_room.Verify, "verify", with_value(args, "replay"), about=about), console)
+
+
+def challenge(args: Sequence[str]) -> int:
+    about = "Race somebody's record against its baseline again, on this machine, with fresh seeds."
+    return race_room.challenge(parse(race_room.Challenge, "challenge", args, about=about), console)
+
+
+@dataclass(frozen=True)
+class Records:
+    """The leaderboard."""
+
+    track: Annotated[str | None, unset("STR")] = None
+    """Of this track alone; default: of all that have records."""
+    root: Path = Path("records")
+    """Where records are kept."""
+    markdown: bool = False
+    """As Markdown. `--markdown` alone will do."""
+    plot: Annotated[Path | None, unset("FILE.svg")] = None
+    """Also draw record times over the dates into this file; it needs --track where several have records."""
+
+
+def records(args: Sequence[str]) -> int:
+    given: Records = parse(Records, "records", with_value(args, "markdown"), about="The leaderboard of each track.")
+    tracks = [given.track] if given.track else records_room.tracks(given.root)
+    boards = {track: records_room.board(given.root, track) for track in tracks}
+    if not any(boards.values()):
+        raise UserError(f"There are no records in {given.root}{f' for track {given.track!r}' if given.track else ''}.")
+    if given.plot is not None and len(boards) > 1:
+        raise UserError(f"--plot draws one track, but {', '.join(boards)} have records; choose with --track.")
+    for track, found in boards.items():
+        say(f"\n## {track}\n" if given.markdown else f"{track} track")
+        if given.markdown:
+            say(records_room.markdown(found))
+        else:
+            grid(records_room.table(found))
+        if given.plot is not None:
+            write_atomic(given.plot, records_svg(track, found))
+            say(f"drawn in {given.plot}")
+    return 0
+
+
+def compare(args: Sequence[str]) -> int:
+    about = "Compare runs: losses by step, token and second."
+    given = parse(compare_room.Compare, "compare", args, about=about)
+    curves = compare_room.read_curves(given.runs)
+    grid(compare_room.table(curves))
+    for file, content in ((given.plot, compare_room.curves_svg), (given.csv, compare_room.as_csv)):
+        if file is not None:
+            write_atomic(file, content(curves))
+            say(f"written to {file}")
+    return 0
+
+
+def ablate(args: Sequence[str]) -> int:
+    given = parse(ablate_room.Ablate, "ablate", args, about=ablate_room.__doc__)
+    lines = ablate_room.run(given, console)
+    grid(ablate_room.table(lines))
+    title = f"{given.recipe} without each of its switches"
+    for file, content in ((given.markdown, ablate_room.markdown(lines)), (given.plot, ablation_svg(title, lines))):
+        if file is not None:
+            write_atomic(file, content)
+            say(f"written to {file}")
+    return 0
+
+
 def trace(args: Sequence[str]) -> int:
     actions: dict[str, Callable[[Sequence[str]], int]] = {
         "show": lambda rest: traces.show(parse(traces.Show, "trace show", rest), say),
@@ -627,6 +722,13 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "recipes": (recipes, "how: list them, or show every field of one"),
     "data": (data, "prepare, fetch, verify or make token folders"),
     "sweep": (sweep, "search a recipe's fields within a budget"),
+    "race": (race, "prove a recipe: plan, interleaved runs, verdict, record"),
+    "stats": (stats, "what some losses prove about a target"),
+    "verify": (verify, "recompute a race or record, and say what does not agree"),
+    "challenge": (challenge, "race somebody's record again on this machine"),
+    "records": (records, "the leaderboard"),
+    "ablate": (ablate, "what each switch of a recipe is worth"),
+    "compare": (compare, "losses of several runs by step, token and second"),
     "trace": (trace, "what the processes of a run wait for, or would wait for"),
     "doctor": (doctor, "what this machine will use, and what is missing"),
 }

@@ -165,11 +165,11 @@ def _alive(pid: int) -> bool:
 
 
 @contextlib.contextmanager
-def locked(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
+def locked(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[BinaryIO]:
     """Hold an exclusive lock between processes (and threads) while the block runs; `path` is its own file.
 
     The system drops the lock when its holder dies, so a killed process never blocks the next one. `waiting`
-    is called once when somebody else holds it.
+    is called once when somebody else holds it. A process that inherits the file holds the lock, too.
     """
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -179,7 +179,7 @@ def locked(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[N
             waiting()
             while not _try_lock(file):
                 time.sleep(0.05)
-        yield
+        yield file
     finally:
         file.close()
 

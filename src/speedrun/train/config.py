@@ -37,6 +37,10 @@ class ValidationConfig:
             if getattr(self, name) < 1:
                 raise UserError(f"validation.{name} is {getattr(self, name)}; it must be at least 1.")
 
+    def moments(self, total: int) -> list[int]:
+        """After how many steps of a run the loss is measured."""
+        return [*([0] if self.first else []), *range(self.every, total, self.every), total]
+
 
 @dataclass(frozen=True)
 class Recipe:

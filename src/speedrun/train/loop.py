@@ -10,6 +10,7 @@ A checkpoint is thus the state between two steps, and a resumed run goes on exac
 import contextlib
 import copy
 import dataclasses
+import hashlib
 import itertools
 import math
 import signal
@@ -65,6 +66,8 @@ class Options:
     """Validate on the first so many tokens of the split; None takes all of it."""
     splits: tuple[str, ...] = ("val",)
     """Splits measured at the end; the first one is the validation split of the whole run."""
+    plan: str | None = None
+    """sha256 of the plan of the race that this run belongs to, which must prove that validation is forward only."""
     patience: float = PATIENCE
     """Seconds that ranks wait for one of them before all give up."""
     backend: str = "auto"
@@ -315,8 +318,7 @@ class Trainer:
 
     def validations(self) -> list[int]:
         """After how many steps the loss is measured."""
-        v = self.recipe.validation
-        return [*([0] if v.first else []), *range(v.every, self.steps, v.every), self.steps]
+        return self.recipe.validation.moments(self.steps)
 
     @torch.no_grad()
     def validate(self, split: str, done: int) -> float:
@@ -568,15 +570,26 @@ class Trainer:
         """Measure and log, while the clock stands still."""
         self.clock.stop()
         splits = self.options.splits if done == self.steps else self.options.splits[:1]
+        proven = done == self.steps and self.options.plan is not None
+        before = self.fingerprint() if proven else ""
         self.at(f"validating after {done} steps", compiling=True)  # it may also be long
         losses = {split: self.validate(split, done) for split in splits}
+        weights = {"weights": [before, self.fingerprint()]} if proven else {}
         loss, seconds, snapshot = losses[splits[0]], self.clock.seconds, telemetry.snapshot()
         self.folder.metric({"kind": "telemetry", "step": max(0, done - 1), **snapshot})
-        self.folder.metric({"kind": "val", "step": done, "loss": loss, "losses": losses, "time": seconds})
+        self.folder.metric({"kind": "val", "step": done, "loss": loss, "losses": losses, "time": seconds, **weights})
         self.folder.log(val_line(done, self.steps, loss, 1000 * seconds))
         self.folder.log(telemetry.summary(snapshot), show=False)
         self.clock.start()
         return losses
+
+    def fingerprint(self) -> str:
+        """sha256 of all weights, bit by bit."""
+        digest = hashlib.sha256()
+        for name, p in self.model.named_parameters():
+            digest.update(name.encode())
+            digest.update(p.detach().reshape(-1).view(torch.uint8).cpu().numpy().data)
+        return digest.hexdigest()
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:

@@ -223,7 +223,7 @@ def _train(
         return Outcome(folder.path, trainer.run(saved), track.target)
 
 
-def only_here(path: Path) -> AbstractContextManager[None]:
+def only_here(path: Path) -> AbstractContextManager[object]:
     """Two processes that train in one folder would spoil it; the lock goes with its holder, however that one ends."""
 
     def refuse() -> None:

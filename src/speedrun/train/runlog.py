@@ -410,15 +410,20 @@ def _git(*arguments: str) -> str | None:
 
 def _fill(folder: Path, run: dict[str, Any]) -> None:
     """The source, its hash, and run.json last: a folder with a run.json is complete."""
-    digest = hashlib.sha256()
-    for file in sorted(_PACKAGE.rglob("*.py")):
-        name = file.relative_to(_PACKAGE.parent)
-        target = folder / SOURCE / name
+    for file in _PACKAGE.rglob("*.py"):
+        target = folder / SOURCE / file.relative_to(_PACKAGE.parent)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, target)
-        digest.update(f"{name.as_posix()}\0".encode() + target.read_bytes())
-    run["source_sha256"] = digest.hexdigest()
+    run["source_sha256"] = source_sha256(folder / SOURCE / _PACKAGE.name)
     write_json(folder / RUN, run)
+
+
+def source_sha256(package: Path = _PACKAGE) -> str:
+    """One hash for all modules of the package, or of a copy of it."""
+    digest = hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        digest.update(f"{file.relative_to(package.parent).as_posix()}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 def _now() -> str:

@@ -1,0 +1,283 @@
+"""Records: races that beat the one before, kept with all their evidence under `records/<track>/<name>/`.
+
+    speedrun race --recipe mine --against normuon --runs 10 --submit my-idea
+    speedrun records
+
+Two times are told. The measured one is the mean of the runs on whichever machine they were made. The official one is
+the predecessor's official time plus what was saved, measured on one machine: own mean minus the retimed predecessor's
+mean. The leaderboard sorts by the official one, so times of different machines never mix.
+"""
+
+import html
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from speedrun.errors import UserError
+from speedrun.files import new_folder, write_atomic, write_json
+from speedrun.race import statistics
+from speedrun.race.evidence import INTERRUPTED, RUNS, Finding, examine, write_manifest
+from speedrun.race.plan import PLAN, Plan, agree, read_object
+from speedrun.race.verdict import TEXT, VERDICT
+from speedrun.train.config import differences, to_dict
+from speedrun.train.runlog import RUN, SOURCE
+
+RECORD, README, RECIPE = "record.json", "README.md", "recipe.json"
+FORMAT = 1
+Record = dict[str, Any]
+
+
+def check_name(name: str) -> None:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,79}", name):
+        raise UserError(
+            f"The record name {name!r} does not do: it becomes a folder's name, so use letters, digits, - _ and . "
+            "alone, beginning with a letter or digit."
+        )
+
+
+# -------------------------------------------------------------------- reading
+
+
+def read_record(folder: Path) -> Record:
+    record = read_object(folder / RECORD, "Restore it from a copy.")
+    kinds = {"name": str, "track": str, "date": str, "label": str, "official": float, "measured": float}
+    bad = [name for name, kind in kinds.items() if not isinstance(record.get(name), kind)]
+    if record.get("format") != FORMAT or bad:
+        raise UserError(f"{folder / RECORD} is damaged: {(bad or ['format'])[0]!r} is wrong. Restore it from a copy.")
+    return record
+
+
+def board(root: Path, track: str) -> list[Record]:
+    """The records of a track, the fastest first."""
+    found = [read_record(file.parent) for file in sorted((root / track).glob(f"*/{RECORD}"))]
+    return sorted(found, key=lambda record: (record["official"], record["date"]))
+
+
+def tracks(root: Path) -> list[str]:
+    return sorted({file.parents[1].name for file in root.glob(f"*/*/{RECORD}")})
+
+
+# -------------------------------------------------------------------- submitting
+
+
+def submit(race: Path, name: str, root: Path) -> Path:
+    """Turn a race into a record folder, if it proves one."""
+    found = examine(race)
+    if found.problems or found.verdict is None:
+        raise UserError(f"The race in {race} cannot be a record: {(found.problems or ['it has no verdict'])[0]}.")
+    plan, verdict = found.plan, found.verdict
+    folder = root / plan.track / name
+    record = describe(name, plan, verdict, foresee(plan, name, root))
+    with new_folder(folder) as made:
+        for file_name in (PLAN, VERDICT, TEXT):
+            shutil.copyfile(race / file_name, made / file_name)
+        shutil.copytree(race / RUNS / "001-A" / SOURCE, made / SOURCE)  # the same for all runs, by its hash
+        left_out = shutil.ignore_patterns(SOURCE, ".*", "checkpoints", "tokenizer.json")
+        for part in (RUNS, INTERRUPTED):
+            if (race / part).is_dir():
+                shutil.copytree(race / part, made / part, ignore=left_out)
+        for file in made.glob(f"*/*/{RUN}"):
+            write_json(file, anonymous(json.loads(file.read_text())))
+        write_json(made / RECIPE, to_dict(plan.recipes["A"]))
+        write_json(made / RECORD, record)
+        write_atomic(made / README, readme(record, plan, verdict))
+        write_manifest(made)
+    return folder
+
+
+def foresee(plan: Plan, name: str, root: Path) -> Record | None:
+    """The record to beat, if there is one; what would prevent a record of this plan is told before hours of racing."""
+    check_name(name)
+    if (root / plan.track / name).exists():
+        raise UserError(f"{root / plan.track / name} exists already; choose another name.")
+    return best_before(root, plan)
+
+
+def best_before(root: Path, plan: Plan) -> Record | None:
+    """The record that this race has to beat: side B must be its recipe."""
+    standing = board(root, plan.track)
+    if not standing:
+        return None
+    best = standing[0]
+    theirs = Plan.read(root / plan.track / best["name"])
+    if (theirs.target, theirs.files) != (plan.target, plan.files):
+        raise UserError(
+            f"{root / plan.track} holds records with another target or data; name another --records folder."
+        )
+    if not plan.paired:
+        raise UserError(f"The record to beat is {best['name']!r}; race against its recipe with --against.")
+    changed = differences(theirs.recipes["A"], plan.recipes["B"])
+    if changed:
+        raise UserError(
+            f"The record to beat is {best['name']!r} ({best['label']}), but side B of the race differs from its recipe "
+            f"({'; '.join(changed[:3])}); race against that."
+        )
+    return best
+
+
+def describe(name: str, plan: Plan, verdict: dict[str, Any], predecessor: Record | None) -> Record:
+    """record.json: what the leaderboard needs, all of it from the verdict and from the predecessor's official time."""
+    wanted = ("faster",) if predecessor or plan.kind == "systems" else ("valid", "faster")
+    if verdict["verdict"] not in wanted:
+        raise UserError(
+            f"The verdict is {verdict['verdict']!r} ({verdict['why']}); a record needs {' or '.join(wanted)}."
+        )
+    a, b = verdict["sides"]["A"], verdict["sides"].get("B")
+    measured = a["time"]["mean"]
+    official = measured
+    if predecessor is not None:
+        official = predecessor["official"] + a["time"]["mean"] - b["time"]["mean"]
+    return {
+        "format": FORMAT,
+        "name": name,
+        "track": plan.track,
+        "kind": plan.kind,
+        "date": plan.created[:10],
+        "label": a["label"],
+        "runs": a["runs"],
+        "loss": a["loss"]["mean"],
+        "p": a["p"],
+        "shadow": a["shadow"]["mean"] if a["shadow"] else None,
+        "measured": float(measured),
+        "official": float(official),
+        "against": b["label"] if b else None,
+        "retimed": float(b["time"]["mean"]) if b else None,
+        "predecessor": predecessor["name"] if predecessor else None,
+        "machine": f"{plan.machine['cpu']}, {plan.machine['cores']} cores, {', '.join(plan.machine['devices'])}",
+    }
+
+
+def anonymous(value: Any) -> Any:
+    """Where files lay on somebody's machine is nobody's business: of an absolute path the last part stays."""
+    if isinstance(value, dict):
+        return {key: anonymous(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [anonymous(item) for item in value]
+    return Path(value).name if isinstance(value, str) and re.fullmatch(r"(/|[A-Za-z]:\\).*", value) else value
+
+
+def readme(record: Record, plan: Plan, verdict: dict[str, Any]) -> str:
+    """In the manner of the records that this grew out of: what changed, timing and validation, the predecessor."""
+    sides, shown = verdict["sides"], statistics.shown
+    runs = {side: [r for r in verdict["runs"] if r["side"] == side] for side in sides}
+    losses = [round(r["loss"], 6) for r in runs["A"]]
+    times = [round(r["time"], 3) for r in runs["A"]]
+    lines = [
+        f"# {html.escape(record['name'])}: {record['official']:.1f} s on the {plan.track} track",
+        "",
+        f"{html.escape(record['label'])}, {record['date']}. {html.escape(verdict['why'])}.",
+        "",
+        "## What changed",
+        "",
+    ]
+    if plan.paired:
+        changed = [c for c in differences(plan.recipes["B"], plan.recipes["A"]) if not c.startswith("name:")]
+        saved = record["measured"] - record["retimed"]
+        lines += [f"Against `{record['against']}` ({saved:+.2f} s on the same machine):", ""]
+        lines += [f"- `{change}`" for change in changed] or ["- nothing in the recipe"]
+    else:
+        lines.append("The first of its kind: it was measured against the target alone.")
+    std, mean = statistics.std_mean(losses)
+    p = float(statistics.below(losses, plan.target))  # type: ignore[arg-type]
+    lines += [
+        "",
+        "## Timing and validation",
+        "",
+        "```python",
+        "import scipy.stats",
+        "import torch",
+        "",
+        f"losses = {losses}",
+        f"times = {times}",
+        "",
+        f'print("p=%.4f" % scipy.stats.ttest_1samp(losses, {plan.target:g}, alternative="less").pvalue)',
+        f"# p={p:.4f}",
+        'print("losses:", torch.std_mean(torch.tensor(losses)))',
+        f"# losses: (std={shown(std)}, mean={shown(mean)})",
+        'print("time:", torch.std_mean(torch.tensor(times)))',
+        "# time: (std={}, mean={})".format(*map(shown, statistics.std_mean(times))),
+        "```",
+        "",
+    ]
+    if plan.kind == "systems":
+        lines += [f"A systems-only change: losses are bit-equal for all {verdict['pairs']['all']} seeds.", ""]
+    if plan.paired:
+        theirs = [round(r["time"], 3) for r in runs["B"]]
+        time = verdict["time"]
+        lines += [
+            f"`{record['against']}`, run in turns with it (ABBA): mean {record['retimed']:.3f} s, {theirs}.",
+            f"Ratio {time['ratio']:.4f} ({float(time['low']):.4f} to {float(time['high']):.4f}), "
+            f"{time['blocks']} blocks, p={time['p_faster']:.4f}.",
+            "",
+        ]
+    if record["shadow"] is not None:
+        lines += [f"On the shadow split, which no tuning looks at: mean loss {record['shadow']:.4f}.", ""]
+    before = f"that of `{record['predecessor']}` plus the difference of the two means above"
+    lines += [
+        f"Measured time {record['measured']:.3f} s on {record['machine']}. Official time {record['official']:.3f} s: "
+        + (before if record["predecessor"] else "the measured one, since it is the first record")
+        + ".",
+        "",
+        "## Files",
+        "",
+        f"`{PLAN}` was written before the first run; `{RUNS}/` has every run, `{VERDICT}` what follows from them, "
+        f"`{RECIPE}` the recipe, `{SOURCE}/` the program.",
+        "`speedrun verify` on this folder checks that they agree; `speedrun challenge` races it on your machine.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+# -------------------------------------------------------------------- verifying
+
+
+def problems(folder: Path, found: Finding) -> list[str]:
+    """What is wrong with a record beyond its race; nothing for a race that is none."""
+    if not (folder / RECORD).exists():
+        return []
+    if found.verdict is None:
+        return ["the race of this record has no verdict"]
+    record = read_record(folder)
+    before = None
+    if record.get("predecessor") is not None:
+        path = folder.resolve().parent / Path(str(record["predecessor"])).name
+        if not (path / RECORD).exists():
+            found.notes.append(f"whether the official time is right: the predecessor {path.name} is not beside it")
+            claimed = record["official"] - record["measured"] + (record["retimed"] or 0.0)
+            before = {"name": path.name, "official": claimed}
+        else:
+            before = read_record(path)
+            if differences(Plan.read(path).recipes["A"], found.plan.recipes["B"]):
+                return [f"side B of the race is not the recipe of the predecessor {path.name}"]
+    try:
+        expected = describe(record["name"], found.plan, found.verdict, before)
+    except UserError as e:
+        return [str(e)]
+    odd = sorted(key for key in {*expected, *record} if not agree(expected.get(key), record.get(key)))
+    wrong = [f"{RECORD} does not follow from the race: {', '.join(odd)}"] if odd else []
+    if not odd and (folder / README).read_text() != readme(record, found.plan, found.verdict):
+        wrong.append(f"{README} does not say what the race says")
+    if read_object(folder / RECIPE, "Restore it.") != json.loads(json.dumps(to_dict(found.plan.recipes["A"]))):
+        wrong.append(f"{RECIPE} is not the recipe of the plan")
+    return wrong
+
+
+# -------------------------------------------------------------------- showing
+
+
+def table(records: list[Record]) -> list[tuple[str, ...]]:
+    """Rows for a person: the fastest first."""
+    rows: list[tuple[str, ...]] = [("official", "measured", "loss", "p", "shadow", "runs", "date", "record", "recipe")]
+    for r in records:
+        shadow = "-" if r.get("shadow") is None else f"{r['shadow']:.4f}"
+        proof = "bit-equal" if r["kind"] == "systems" else f"{r['p']:.4f}"
+        times = f"{r['official']:.1f} s", f"{r['measured']:.1f} s"
+        rows.append((*times, f"{r['loss']:.4f}", proof, shadow, str(r["runs"]), r["date"], r["name"], r["label"]))
+    return rows
+
+
+def markdown(records: list[Record]) -> str:
+    head, *rows = [[html.escape(cell).replace("|", "&#124;") for cell in row] for row in table(records)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))

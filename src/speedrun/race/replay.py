@@ -1,0 +1,76 @@
+"""Repeat the first steps of a run, or all of it, and compare every loss.
+
+    speedrun verify races/NAME --replay --steps 20
+
+On the same kind of CPU with the same torch and number of threads the losses must be the same to the last bit; elsewhere
+they may differ by rounding, which grows with the steps.
+"""
+
+import contextlib
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from speedrun.errors import UserError
+from speedrun.race.evidence import Run
+from speedrun.race.plan import Plan, this_machine
+from speedrun.tracks import get_track, own_track
+from speedrun.train.device import choose
+from speedrun.train.loop import Options, Trainer
+from speedrun.train.progress import Report
+from speedrun.train.run import hashes
+from speedrun.train.runlog import RunFolder
+
+TOLERANCE = 0.01  # of a loss, where bits may differ
+
+
+@dataclass(frozen=True)
+class Replay:
+    steps: int
+    exact: bool
+    """Whether bits had to agree."""
+    worst: float
+    problem: str | None
+
+
+def replay(run: Run, plan: Plan, steps: int, data: Path | None) -> Replay:
+    """Train the first `steps` steps of a run again, here."""
+    folder = data or (Path(plan.data) if plan.data else None)
+    track = own_track(folder, plan.target) if plan.track == "own" and folder else get_track(plan.track)
+    tokens = track.locate()
+    if hashes(tokens) != plan.files:
+        raise UserError(f"The tokens in {tokens.path} are not those of the race; name the right folder with --data.")
+    recipe, settings = plan.recipes[run.entry.side], plan.settings
+    total = recipe.schedule.total
+    if not 1 <= steps <= total:
+        raise UserError(f"--steps is {steps}; the run has {total}, so choose 1 to {total}.")
+    threads = run.about["threads"]
+    machine = choose(settings["device"], settings["dtype"], threads, settings["attention"], recipe.model.head_width)
+    options = Options(run.entry.seed, settings["compile"], final_checkpoint=False, val_tokens=plan.val_tokens)
+    with tempfile.TemporaryDirectory() as temporary:
+        scratch = RunFolder.create(Path(temporary) / "replay", {}, console=lambda line: None)
+        trainer = Trainer(recipe, tokens, machine, options, scratch, Report(total, quiet=True))
+        again: list[tuple[str, float]] = []
+        try:
+            trainer.warm_up()
+            with contextlib.closing(trainer.batches()) as batches:
+                for step in range(steps):
+                    again.append((f"step {step}", trainer.step(recipe.schedule.at(step), batches.next())))
+            told = [m["loss"] for m in run.lines("train")[:steps]]
+            if steps == total:
+                again += [(f"the final {split} loss", trainer.validate(split, total)) for split in plan.splits]
+                told += [run.result["losses"][split] for split in plan.splits]
+        finally:
+            torch.compiler.set_stance("default")
+    here, there = this_machine(), plan.machine
+    exact = all(here[name] == there[name] for name in ("cpu", "torch", "cpu_capability", "devices"))
+    exact = exact and here["devices"] == ["cpu"]
+    allowed = 0.0 if exact else TOLERANCE
+    problem, worst = None, 0.0
+    for (what, mine), theirs in zip(again, told, strict=True):
+        worst = max(worst, abs(mine - theirs))
+        if problem is None and not abs(mine - theirs) <= allowed:
+            problem = f"{run.entry.name}: {what} gives {mine!r} here, but {theirs!r} is written there"
+    return Replay(steps, exact, worst, problem)
