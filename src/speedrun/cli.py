@@ -48,6 +48,7 @@ from speedrun.train.config import Recipe, ValidationConfig, fields_of, meanings,
 from speedrun.train.device import CompilerConfig, Machine, choose
 from speedrun.train.distributed import PATIENCE, is_first, launch, may_restart, ranks, restarted, speaks
 from speedrun.train.loop import Options
+from speedrun.train.runlog import read_result
 from speedrun.train.schedule import ScheduleConfig
 from speedrun.train.watch import RankLost
 
@@ -270,7 +271,7 @@ def run_training(given: Train, recipe: Recipe, track: Track) -> int:
     if may_restart() and not (given.out or given.resume):
         raise UserError("With restarts every attempt must find the run: pass --out FOLDER.")
     if restarted() and given.out and (given.out / "run.json").exists():
-        if (given.out / "result.json").exists() and run_room.read_result(given.out)["status"] != "interrupted":
+        if (given.out / "result.json").exists() and read_result(given.out)["status"] != "interrupted":
             return 1  # it had ended already, and has said how; torchrun starts again whatever ended with 1
         where = given.out
     elif given.resume == "auto":

@@ -51,7 +51,7 @@ def timeline_svg(panels: Sequence[tuple[str, Sequence[Steps], int]]) -> str:
     for title, ranks, step in panels:
         rows = lanes(ranks, step)
         spans = [s for _, found in rows for s in found]
-        starts = [max((s.end for s in found if s.op == "backward"), default=None) for _, found in rows]  # type: ignore[type-var]
+        starts = [max((s.end for s in found if s.op == "backward"), default=None) for _, found in rows]
         known = [s for s in starts if s is not None]
         zero = max(known) if known else min(s.start for s in spans)
         shown = [(name, sorted(found, key=lambda s: s.op != "backward")) for name, found in rows]  # it lies below

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from speedrun.errors import UserError
 from speedrun.optim.pipeline import Team
@@ -76,12 +77,10 @@ def joined(
     limit = datetime.timedelta(seconds=(LONG + 1) * patience)
     store = meeting_point(limit, host=is_first() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True")
     rank = int(os.environ["RANK"])
-    dist.init_process_group(
-        backend, store=dist.PrefixStore("group", store), rank=rank, world_size=ranks(), timeout=limit
-    )
+    dist.init_process_group(backend, store=PrefixStore("group", store), rank=rank, world_size=ranks(), timeout=limit)
     team = Team.of(None)
     # A connection of its own: one that waits for something would hold up the other.
-    watch = Watch(team.rank, team.size, dist.PrefixStore("watch", meeting_point(limit)), patience)
+    watch = Watch(team.rank, team.size, PrefixStore("watch", meeting_point(limit)), patience)
     broken = False
     try:
         yield team, watch
@@ -108,7 +107,7 @@ def meeting_point(limit: datetime.timedelta, host: bool = False) -> Any:
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        store = dist.TCPStore(address, port, None, host, limit, wait_for_workers=False)
+        store = TCPStore(address, port, None, host, limit, wait_for_workers=False)
     except (dist.DistNetworkError, dist.DistStoreError) as e:
         if "EADDRINUSE" in str(e):
             raise UserError(
@@ -116,7 +115,7 @@ def meeting_point(limit: datetime.timedelta, host: bool = False) -> Any:
             ) from e
         why = str(e).splitlines()[0].rstrip(".")
         raise UserError(f"The ranks cannot meet at {address}:{port}: {why}. Is rank 0 running there?") from e
-    return dist.PrefixStore(f"speedrun/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return PrefixStore(f"speedrun/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def handshake(team: Team, facts: Mapping[str, Any]) -> None:
