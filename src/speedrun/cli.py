@@ -32,6 +32,7 @@ from speedrun.model.gpt import GPTConfig, count_parameters
 from speedrun.optim.config import OptimConfig
 from speedrun.race import sweep as sweep_room
 from speedrun.recipes import DEFAULT, LINEAGE, default_for, get_recipe
+from speedrun.report import export as export_room
 from speedrun.report import traces
 from speedrun.report.schedules import schedule_svg
 from speedrun.tracks import TRACKS, Track, get_track, own_track
@@ -618,6 +619,11 @@ def trace(args: Sequence[str]) -> int:
     return dispatch("speedrun trace", actions, args, "Look at recorded steps, or foretell them.")
 
 
+def export(args: Sequence[str]) -> int:
+    given = parse(export_room.Export, "export", with_value(args, "force"))
+    return export_room.run(given, say)
+
+
 # -------------------------------------------------------------------- the command itself
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
@@ -627,6 +633,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "recipes": (recipes, "how: list them, or show every field of one"),
     "data": (data, "prepare, fetch, verify or make token folders"),
     "sweep": (sweep, "search a recipe's fields within a budget"),
+    "export": (export, "write a recipe as one file that trains by itself"),
     "trace": (trace, "what the processes of a run wait for, or would wait for"),
     "doctor": (doctor, "what this machine will use, and what is missing"),
 }

@@ -19,10 +19,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import tyro
 
 import speedrun
 from speedrun.errors import UserError
@@ -39,6 +38,7 @@ from speedrun.train.config import Recipe, fields_of
 PACKAGE = Path(speedrun.__file__).parent
 TEMPLATE = Path(__file__).with_name("train.template")
 PLACE = re.compile(r"<<([\w.]+)>>")
+WHOLE = ("embed", "head", "embed2", "smear_gate", "skip_gates")  # parts that are one parameter, and have its name
 SHORT_ROWS = 256  # tokens; in longer rows the package computes short windows block by block
 COEFFICIENTS = {
     "polar-express": POLAR_EXPRESS,
@@ -123,7 +123,7 @@ def refuse_what_it_cannot(f: Fields, recipe: Recipe) -> None:
     longest = max(f["schedule.length"], f["validation.length"])
     attends = set(range(f["model.layers"])) - set(f["model.no_attention"])
     values = dict(f["model.value_layers"])
-    muon, adam_parts = f["optim.matrices"] != "adam", [p for p in parts_of(recipe) if p != "blocks"]
+    muon = f["optim.matrices"] != "adam"
     stack = 16 * f["model.layers"] * f["model.width"] ** 2  # bytes of the largest one
     crossing = f["model.smear"] or f["model.smear_mtp"] or f["model.key_offset"] or f["schedule.predict"] > 1
     reasons = {
@@ -144,13 +144,11 @@ def refuse_what_it_cannot(f: Fields, recipe: Recipe) -> None:
         "model.width": muon and (f["model.width"] >= 512 or stack > CHUNK_BYTES),
         "optim.every": f["optim.every"] > 2,
         "optim.weights": f["optim.weights"] == "bf16",
-        "optim.decay": f["optim.decay"] == "cautious" and "blocks" in parts_of(recipe) and not muon,
         "optim.snoo.k": f["optim.snoo.k"] and not muon,
         "optim.muon.method": muon and f["optim.muon.method"] not in COEFFICIENTS,
         "optim.muon.steps": muon and f["optim.muon.steps"] > 5,
         "optim.muon.scale": muon and f["optim.muon.scale"] == "match-rms-adamw",
     }
-    assert adam_parts or not muon
     for name, refused in reasons.items():
         if refused:
             raise cannot(recipe, f"{name} is {f[name]!r}, for which the single file has no code")
@@ -241,6 +239,9 @@ def switches(f: Fields, recipe: Recipe) -> dict[str, bool]:
         "muon_gates": muon_gates,
         "muon_multipliers": muon and multipliers,
         "slot_lr": muon and (multipliers or (muon_gates and f["optim.muon.gates_lr"] != 1.0)),
+        "gates_lr": muon_gates and (multipliers or f["optim.muon.gates_lr"] != 1.0),
+        "head_gates": "gates" in parts_of(recipe),
+        "scalars": "scalars" in parts_of(recipe),
         "muon_names": f["optim.muon.split_qkv"] or multipliers or muon_gates,
         "muon_decay": muon and f["optim.muon.weight_decay"],
         "muon_cautious": f["optim.muon.decay"] == "cautious",
@@ -258,7 +259,7 @@ def switches(f: Fields, recipe: Recipe) -> dict[str, bool]:
 
 def values(f: Fields, recipe: Recipe) -> dict[str, str]:
     """What stands between << and >>, beside the fields themselves."""
-    c, with_values, windows = recipe.model, bool(f["model.value_tables"]), recipe.schedule.has_windows
+    with_values, windows = bool(f["model.value_tables"]), recipe.schedule.has_windows
     parameters = ["self", "x_BTD: Tensor", *["value_BTD: Tensor"] * with_values, "cos: Tensor", "sin: Tensor"]
     parameters += ["masks: list[Tensor]"] * windows
     given = ["norm(x, NORM_EPS)" if f["model.attention_norm"] else "x"]
@@ -273,7 +274,7 @@ def values(f: Fields, recipe: Recipe) -> dict[str, str]:
         "recipe": recipe.name,
         "track": recipe.track,
         "about": recipe.about[0].upper() + recipe.about[1:],
-        "mlp_width": str(c.mlp_width),
+        "mlp_width": literal(int(f["model.mlp_ratio"] * f["model.width"])),
         "model.norm_eps": "2.0**-23" if f["model.norm_eps"] == 2.0**-23 else literal(f["model.norm_eps"]),
         "value_layers": literal(dict(f["model.value_layers"])),
         "attention_parameters": ", ".join(parameters),
@@ -282,6 +283,7 @@ def values(f: Fields, recipe: Recipe) -> dict[str, str]:
         "skip_start": "-1.5" if f["model.skip_form"] == "sigmoid" else "1.0",
         "backout_start": "[0.5]" if f["model.backout_form"] == "subtract" else "[1.0, 0.0]",
         "adam": "\n".join(adam_table(f, recipe)),
+        "tables": literal(tuple(p for p in parts_of(recipe) if p in WHOLE)).replace("'", '"'),
         "coefficients": coefficients(f["optim.muon.method"], f["optim.muon.steps"]),
         "slot_rate": "(lr * slot.lr)" if multiplied else "lr",
         "floor_name": "FLOOR" if f["schedule.floor"] else "0.0",
@@ -379,16 +381,12 @@ def tidy(text: str) -> str:
         if not line.strip():
             blanks += 1
             continue
-        inside = line.startswith(" ")
-        opens = before.endswith(":") and not before.startswith("#")
-        if inside:
-            blanks = 0 if opens else min(blanks, 1)
-        elif before.startswith(" ") and line[0] not in ")]}":
-            blanks = 2
-        elif line.startswith(("def ", "class ", "@")) and not before.startswith(("@", "#")):
-            blanks = 2
+        ended = before.startswith(" ") and line[0] not in " )]}"  # a definition
+        begins = line.startswith(("def ", "class ", "@")) and not before.startswith(("@", "#"))
+        if line[0] == " ":
+            blanks = 0 if before.endswith(":") else min(blanks, 1)
         else:
-            blanks = min(blanks, 2)
+            blanks = 2 if ended or begins else min(blanks, 2)
         tidied += [""] * (blanks if tidied else 0) + [line]
         blanks, before = 0, line
     return f'{docstring}"""\n\n' + "\n".join(tidied) + "\n"
