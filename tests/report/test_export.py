@@ -97,7 +97,7 @@ def by_the_file(
     """The losses it prints."""
     module = loaded(source, folder)
     capsys.readouterr()
-    flags = f"--exact --threads 1 --device cpu --dtype float32 --compile {compile}".split()
+    flags = f"--exact --threads 1 --device cpu --compile {compile}".split()
     module.main(["--data", str(data), *flags, *more])
     said = capsys.readouterr().out
     assert "torch.compile" not in said
@@ -113,7 +113,7 @@ def test_the_losses_are_those_of_the_package_bit_for_bit(
 ) -> None:
     recipe = short(name)
     expected = by_the_package(recipe, tokens, tmp_path / "run", seed=3)
-    found = by_the_file(export(recipe), tokens.path, tmp_path, capsys, "--seed", "3")
+    found = by_the_file(export(recipe), tokens.path, tmp_path, capsys, "--seed", "3", "--dtype", "float32")
     assert [kind for kind, _, _ in found].count("train") == STEPS
     assert [done for kind, done, _ in found if kind == "val"] == [0, 5, 10, STEPS][not recipe.validation.first :]
     assert found == expected
@@ -128,7 +128,15 @@ def test_compiled_they_are_too(
     recipe = short(name)
     expected = by_the_package(recipe, tokens, tmp_path / "run", compile=True)
     torch.compiler.reset()
-    assert by_the_file(export(recipe), tokens.path, tmp_path, capsys, compile=True) == expected
+    assert by_the_file(export(recipe), tokens.path, tmp_path, capsys, "--dtype", "float32", compile=True) == expected
+
+
+def test_in_half_precision_they_are_too(
+    tokens: TokenFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = with_fields(short("medium"), {"schedule.steps": 4})
+    expected = by_the_package(recipe, tokens, tmp_path / "run", dtype="bfloat16")
+    assert by_the_file(export(recipe), tokens.path, tmp_path, capsys, "--dtype", "bfloat16") == expected
 
 
 @pytest.mark.parametrize("name", ["adamw", "normuon"])
@@ -147,9 +155,9 @@ def test_several_shards_epochs_and_another_number_of_steps(
     few = TokenFolder.describe(folder, tokenizer="pocket", vocab_size=tokens.vocab_size, bos=tokens.bos)
     recipe = with_fields(short(name), {"schedule.rows": 6})
     expected = by_the_package(with_fields(recipe, {"schedule.steps": 7}), few, tmp_path / "run")
-    assert by_the_file(export(recipe), folder, tmp_path, capsys, "--steps", "7") == expected
+    assert by_the_file(export(recipe), folder, tmp_path, capsys, "--steps", "7", "--dtype", "float32") == expected
     (folder / "tokens.json").unlink()  # community shards have none; the recipe knows the vocabulary
-    assert by_the_file(export(recipe), folder, tmp_path, capsys, "--steps", "7") == expected
+    assert by_the_file(export(recipe), folder, tmp_path, capsys, "--steps", "7", "--dtype", "float32") == expected
 
 
 def test_by_itself_in_an_empty_folder_it_prints_the_lines_of_a_run(tokens: TokenFolder, tmp_path: Path) -> None:
@@ -157,7 +165,19 @@ def test_by_itself_in_an_empty_folder_it_prints_the_lines_of_a_run(tokens: Token
     by_the_package(recipe, tokens, tmp_path / "run")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "train.py").write_text(export(recipe))
-    asked = [sys.executable, "-I", "train.py", "--data", tokens.path, "--compile", "False", "--threads", "1"]
+    asked = [
+        sys.executable,
+        "-I",
+        "train.py",
+        "--data",
+        tokens.path,
+        "--dtype",
+        "float32",
+        "--compile",
+        "False",
+        "--threads",
+        "1",
+    ]
     done = subprocess.run(asked, cwd=tmp_path / "empty", capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     logged = (tmp_path / "run" / "log.txt").read_text()

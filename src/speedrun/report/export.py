@@ -16,6 +16,7 @@ import ast
 import functools
 import json
 import re
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,8 @@ class Export:
 
 
 def run(given: Export, say: Callable[[str], Any]) -> int:
-    source = export(get_recipe(given.recipe, get_track(given.track).name))
+    track = get_track(given.track)
+    source = export(get_recipe(given.recipe, track.name))
     if given.out.is_dir():
         raise UserError(f"--out {given.out} is a folder; name a file in it, like {given.out / 'train.py'}.")
     if given.out.exists() and not given.force:
@@ -71,8 +73,12 @@ def run(given: Export, say: Callable[[str], Any]) -> int:
         raise UserError(f"There is no folder {given.out.parent} for {given.out.name}; make it first.")
     with explained(given.out):
         write_atomic(given.out, source)
-    say(f"{given.recipe} at {given.track} size: {source.count(chr(10)):,} lines in {given.out}")
-    say(f"To train: python {given.out} --data TOKENFOLDER")
+    say(f"{given.recipe} at {given.track} size: {len(source.splitlines()):,} lines in {given.out}")
+    try:
+        data = shlex.quote(str(track.locate().path))
+    except UserError:
+        data = "TOKENS   (`speedrun doctor` tells how to get them)"
+    say(f"To train: python {shlex.quote(str(given.out))} --data {data}")
     return 0
 
 
@@ -186,6 +192,7 @@ def switches(f: Fields, recipe: Recipe) -> dict[str, bool]:
         # the run
         "windows": windows,
         "long_forward": windows or f["schedule.predict"] > 1 or f["model.split"],
+        "residual_depth": f["model.attention_residual"] == "depth",
         "plain_after": not f["model.split"] and not f["schedule.window_final"],
         "val_first": f["validation.first"],
         "slots": f["schedule.batch_ramp"] or f["schedule.window_ramp"],
@@ -269,6 +276,8 @@ def values(f: Fields, recipe: Recipe) -> dict[str, str]:
     ramp = bool(f["schedule.lr_ramp"])
     shape = ["s.rows", *["s.tied"] * f["model.split"], *["len(s.predict)"] * (f["schedule.predict"] > 1)]
     multiplied = switches(f, recipe)["slot_lr"]
+    counted = with_values or windows  # whether attention must know in which layer it is
+    numbered = counted or bool(f["model.no_attention"])
     return {
         "title": f"`{recipe.name}`",
         "recipe": recipe.name,
@@ -279,6 +288,10 @@ def values(f: Fields, recipe: Recipe) -> dict[str, str]:
         "value_layers": literal(dict(f["model.value_layers"])),
         "attention_parameters": ", ".join(parameters),
         "attention_call": call,
+        "attention_init": "self, layer: int" if counted else "self",
+        "attention_layer": "layer" if counted else "",
+        "block_init": "self, layer: int" if numbered else "self",
+        "blocks": "Block(layer) for layer" if numbered else "Block() for _",
         "per_layer": "2" if f["model.second_embedding"] else "1",
         "skip_start": "-1.5" if f["model.skip_form"] == "sigmoid" else "1.0",
         "backout_start": "[0.5]" if f["model.backout_form"] == "subtract" else "[1.0, 0.0]",
