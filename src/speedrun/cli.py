@@ -37,6 +37,7 @@ from speedrun.race import sweep as sweep_room
 from speedrun.race.race import Race
 from speedrun.recipes import DEFAULT, LINEAGE, default_for, get_recipe
 from speedrun.report import compare as compare_room
+from speedrun.report import export as export_room
 from speedrun.report import traces
 from speedrun.report.ablation import ablation_svg
 from speedrun.report.records import records_svg
@@ -714,6 +715,11 @@ def trace(args: Sequence[str]) -> int:
     return dispatch("speedrun trace", actions, args, "Look at recorded steps, or foretell them.")
 
 
+def export(args: Sequence[str]) -> int:
+    given = parse(export_room.Export, "export", with_value(args, "force"))
+    return export_room.run(given, say)
+
+
 # -------------------------------------------------------------------- the command itself
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
@@ -730,6 +736,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "records": (records, "the leaderboard"),
     "ablate": (ablate, "what each switch of a recipe is worth"),
     "compare": (compare, "losses of several runs by step, token and second"),
+    "export": (export, "write a recipe as one file that trains by itself"),
     "trace": (trace, "what the processes of a run wait for, or would wait for"),
     "doctor": (doctor, "what this machine will use, and what is missing"),
 }
