@@ -43,7 +43,7 @@ def pocket() -> Recipe:
         loader=LoaderConfig(packing="documents", order="rows", max_document=128),
         optim=replace(OPTIM, lr=0.016, embed=Part(lr=40.0), values=Part(lr=40.0)),
         schedule=ScheduleConfig(
-            steps=650, extension=40, rows=16, length=128, warmup=0.0, cooldown=1.0, floor=0.1, window_ramp=(32, 64, 96),
+            steps=660, extension=40, rows=16, length=128, warmup=0.0, cooldown=1.0, floor=0.1, window_ramp=(32, 64, 96),
             window_extension=112, window_final=128, window_block=16, momentum_warmup=200, momentum_cooldown=50,
         ),
         validation=ValidationConfig(every=200, rows=64, length=128),
