@@ -251,14 +251,14 @@ def test_a_run_that_cannot_start_says_why_and_the_race_can_go_on(
     program = "import sys; sys.exit('speedrun: The disk is full.')"
     with monkeypatch.context() as patch:
         patch.setattr(Course, "command", lambda *_: [sys.executable, "-c", program])
-        code, _, err = speedrun(*words("--runs 2", held_out.path))
+        code, _, err = speedrun(*words("--runs 5", held_out.path))
     assert code == 2
     assert err == (
         "speedrun: Run 001-A ended without a result: The disk is full. Mend that; the same command goes on.\n"
     )
     assert Path("races/own-adamw/plan.json").exists()
     monkeypatch.setattr(Course, "execute", run_here)
-    assert speedrun(*words("--runs 2", held_out.path))[0] == 0
+    assert speedrun(*words("--runs 5", held_out.path))[0] == 0
 
 
 # -------------------------------------------------------------------- mistakes
