@@ -75,11 +75,13 @@ def speedrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capt
 @pytest.fixture(scope="session")
 def raced(held_out: TokenFolder, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a race of three blocks, four steps against forty: side A is faster. Nobody writes to it."""
-    folder = tmp_path_factory.mktemp("races") / "small"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Course, "execute", run_here)
-        assert cli.main([*words("--runs 6", held_out.path, against_steps=40), "--out", str(folder)]) == 0
-    return folder
+        for _ in range(3):  # a machine that stalls can eat even this margin: then the race is run again
+            folder = tmp_path_factory.mktemp("races") / "small"
+            if cli.main([*words("--runs 6", held_out.path, against_steps=40), "--out", str(folder)]) == 0:
+                return folder
+    raise AssertionError("three races of four steps against forty, and none was faster")
 
 
 @pytest.fixture
