@@ -453,7 +453,8 @@ for attempt in range(int(sys.argv[2])):
         first = belongs(found) + 1
         told += bool(saved)
 assert told > 0, "nothing was ever saved between kills"
-checkpoint.save(folder, first, *content(first), keep=2)
+for step in (first, first + 1):  # what a kill left of the step before goes with that step
+    checkpoint.save(folder, step, *content(step), keep=2)
 left = sorted(os.listdir(folder))
 assert len(left) == 3 and not any(name.startswith(".") for name in left), left
 print("steps", first)
