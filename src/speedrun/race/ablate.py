@@ -24,11 +24,11 @@ import tyro
 from rich.console import Console
 
 from speedrun.errors import UserError, nearest
-from speedrun.files import explained, write_atomic, write_json
+from speedrun.files import explained, write_atomic
 from speedrun.race import plan as plans
 from speedrun.race.race import side, unset
 from speedrun.race.statistics import Effect, effect, holm
-from speedrun.race.sweep import read_plan, read_rows
+from speedrun.race.sweep import keep_to, read_rows
 from speedrun.recipes import DEFAULT, get_recipe
 from speedrun.tracks import get_track, own_track
 from speedrun.train.config import Recipe, fields_of, with_fields
@@ -181,14 +181,7 @@ def run(given: Ablate, console: Console) -> list["Line"]:
         "source": source_sha256(),
     }
     plan = json.loads(json.dumps({**plan, "data": str(given.data) if given.data else None}))
-    file = given.out / "ablation.json"
-    if file.exists():
-        stored = read_plan(file)
-        odd = sorted(k for k in {*plan, *stored} if plan.get(k) != stored.get(k))
-        if odd:
-            raise UserError(f"{given.out} holds an ablation with another {', '.join(odd)}; choose another --out.")
-    else:
-        write_json(file, plan)
+    keep_to(given.out / "ablation.json", plan, "an ablation")
     rows = Rows(given.out / "rows.jsonl")
     for number in range(given.seeds):
         seed = given.first_seed + number

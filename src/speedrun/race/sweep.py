@@ -338,14 +338,7 @@ def run(given: Sweep, console: Console) -> int:
     track.locate()
     plan = {k: v for k, v in dataclasses.asdict(given).items() if k not in ("budget", "out")}
     plan = json.loads(json.dumps({**plan, "data": track.files if given.data else None, "base": fields_of(base)}))
-    plan_file = given.out / "sweep.json"
-    if plan_file.exists():
-        stored = read_plan(plan_file)
-        odd = sorted(k for k in {*plan, *stored} if plan.get(k) != stored.get(k))
-        if odd:
-            raise UserError(f"{given.out} holds a sweep with another {', '.join(odd)}; choose another --out.")
-    else:
-        write_json(plan_file, plan)
+    keep_to(given.out / "sweep.json", plan, "a sweep")
     bench = Bench(given, base, fixed, console)
     try:
         METHODS[given.method](bench, ranges, fixed)
@@ -361,6 +354,17 @@ def fixed_value(text: str, recipe: Recipe) -> tuple[str, Any]:
     if len(one.choices) != 1:
         raise UserError(f"{text!r} does not fix a value; write {one.name}=value, or search it with --vary.")
     return one.name, one.choices[0]
+
+
+def keep_to(file: Path, plan: dict[str, Any], what: str) -> None:
+    """Write down what a folder is about, or refuse to go on there with something else."""
+    if not file.exists():
+        write_json(file, plan)
+        return
+    stored = read_plan(file)
+    odd = sorted(k for k in {*plan, *stored} if plan.get(k) != stored.get(k))
+    if odd:
+        raise UserError(f"{file.parent} holds {what} with another {', '.join(odd)}; choose another --out.")
 
 
 def read_plan(file: Path) -> dict[str, Any]:
