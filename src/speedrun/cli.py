@@ -38,7 +38,7 @@ from speedrun.race.race import Race
 from speedrun.recipes import DEFAULT, LINEAGE, default_for, get_recipe
 from speedrun.report import compare as compare_room
 from speedrun.report import export as export_room
-from speedrun.report import traces
+from speedrun.report import pages, traces
 from speedrun.report.ablation import ablation_svg
 from speedrun.report.records import records_svg
 from speedrun.report.schedules import schedule_svg
@@ -707,6 +707,10 @@ def ablate(args: Sequence[str]) -> int:
     return 0
 
 
+def report(args: Sequence[str]) -> int:
+    return pages.run(parse(pages.Report, "report", args, about=pages.__doc__), say)
+
+
 def trace(args: Sequence[str]) -> int:
     actions: dict[str, Callable[[Sequence[str]], int]] = {
         "show": lambda rest: traces.show(parse(traces.Show, "trace show", rest), say),
@@ -736,6 +740,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "records": (records, "the leaderboard"),
     "ablate": (ablate, "what each switch of a recipe is worth"),
     "compare": (compare, "losses of several runs by step, token and second"),
+    "report": (report, "one HTML page of a run, race, record, ablation or of all records"),
     "export": (export, "write a recipe as one file that trains by itself"),
     "trace": (trace, "what the processes of a run wait for, or would wait for"),
     "doctor": (doctor, "what this machine will use, and what is missing"),

@@ -37,6 +37,7 @@ from speedrun.train.runlog import read_result, source_sha256
 
 Changes = dict[str, Any]
 Row = dict[str, Any]
+PLAN, ROWS = "ablation.json", "rows.jsonl"
 BASE, SHORTER = "as it is", "shorter"
 SHARE = 0.1  # how much shorter the run is that gives the exchange rate
 
@@ -181,8 +182,8 @@ def run(given: Ablate, console: Console) -> list["Line"]:
         "source": source_sha256(),
     }
     plan = json.loads(json.dumps({**plan, "data": str(given.data) if given.data else None}))
-    keep_to(given.out / "ablation.json", plan, "an ablation")
-    rows = Rows(given.out / "rows.jsonl")
+    keep_to(given.out / PLAN, plan, "an ablation")
+    rows = Rows(given.out / ROWS)
     for number in range(given.seeds):
         seed = given.first_seed + number
         missing = [name for name in entrants if (name, seed) not in rows.known]

@@ -35,7 +35,7 @@ def pocket() -> Recipe:
         about=ABOUT,
         model=replace(base.model, second_embedding=True, residual_lambdas=1.05, gate_inputs=16, skips=((0, 2), (1, 3))),
         optim=replace(OPTIM, lr=0.016),
-        schedule=replace(base.schedule, steps=610, cooldown=0.7, predict_until=0.25, split=1 / 6, window_short=64),
+        schedule=replace(base.schedule, steps=650, cooldown=0.7, predict_until=0.25, split=1 / 6, window_short=64),
     )
 
 

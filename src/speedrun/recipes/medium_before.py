@@ -42,7 +42,7 @@ def pocket() -> Recipe:
         loader=LoaderConfig(packing="documents", order="rows", max_document=128),
         optim=replace(OPTIM, head=Part(0.05), snoo=SnooPart(k=10)),
         schedule=ScheduleConfig(
-            steps=1020, rows=16, length=128, warmup=0.0, cooldown=0.9, floor=0.01, window_cubic=128, window_block=32,
+            steps=1060, rows=16, length=128, warmup=0.0, cooldown=0.9, floor=0.01, window_cubic=128, window_block=32,
             momentum_warmup=200,
         ),
         validation=ValidationConfig(every=250, rows=64, length=128),

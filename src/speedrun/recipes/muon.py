@@ -22,7 +22,7 @@ def pocket() -> Recipe:
         name="muon",
         about=ABOUT,
         optim=replace(base.optim, lr=0.005, matrices="muon", muon=replace(MUON, lr=0.0013, weight_decay=1.0)),
-        schedule=replace(base.schedule, steps=950, rows=16, warmup=0.0, cooldown=0.8),
+        schedule=replace(base.schedule, steps=990, rows=16, warmup=0.0, cooldown=0.8),
     )
 
 

@@ -6,7 +6,7 @@ speedrun compare runs/ONE runs/OTHER --plot curves.svg --csv curves.csv
 import csv
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,12 +14,11 @@ from typing import Annotated, Any
 import tyro
 
 from speedrun.errors import UserError
-from speedrun.report.schedules import GRID, text
+from speedrun.report.draw import COLORS, Frame, Series, picture, text
 from speedrun.train.config import recipe_from_dict
 from speedrun.train.runlog import RESULT, read_metrics, read_result, read_run
 
 WIDTH, PANEL, LEFT, RIGHT, TOP, GAP = 760, 190, 60, 20, 40, 50
-COLORS = ("#c0392b", "#2471a3", "#1e8449", "#b7950b", "#7d3c98", "#117a65", "#a04000", "#34495e")
 POINTS = 400  # of a curve in a picture: more cannot be seen
 
 
@@ -102,53 +101,44 @@ def as_csv(curves: list[Curve]) -> str:
     return out.getvalue()
 
 
-def curves_svg(curves: list[Curve]) -> str:
-    """Three panels: by step, token and second. Training losses are smoothed and faint, validation losses are points."""
-    axes = (("steps", 0), ("tokens", 1), ("seconds on the clock", 2))
-    height = TOP + len(axes) * (PANEL + GAP) + 18 * len(curves)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" '
-        'font-family="system-ui, sans-serif" font-size="11">',
-        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
-        text(LEFT, 22, "Loss: lines for training (smoothed), points for validation", size=14),
-    ]
+AXES = (("steps", 0), ("tokens", 1), ("seconds on the clock", 2))
+
+
+def loss_range(curves: Sequence[Curve]) -> tuple[float, float]:
+    """The first steps would squeeze everything else, so they are left above the picture."""
     losses = sorted(p[3] for c in curves for p in (*c.train, *c.val) if math.isfinite(p[3]))
     low = losses[0] - 0.05
-    high = max(losses[int(0.9 * (len(losses) - 1))], low + 0.1)  # the first steps would squeeze everything else
-    for number, (name, column) in enumerate(axes):
-        parts += panel(curves, name, column, TOP + number * (PANEL + GAP), low, high)
+    return low, max(losses[int(0.8 * (len(losses) - 1))], low + 0.1)
+
+
+def series_of(curve: Curve, column: int, color: str, dash: str = "") -> Series:
+    """A curve over steps, tokens or seconds: its training losses smoothed and faint, validation losses as points."""
+    drawn = [(p[column], p[3]) for p in smooth(curve.train) if math.isfinite(p[3])]
+    marks = [(p[column], p[3]) for p in curve.val if math.isfinite(p[3])]
+    return Series(curve.name, color, drawn, marks, dash=dash, hollow=bool(dash), opacity=0.55)
+
+
+def curves_svg(curves: Sequence[Curve]) -> str:
+    """Three panels: by step, token and second."""
+    height = TOP + len(AXES) * (PANEL + GAP) + 18 * len(curves)
+    title = "Loss: lines for training (smoothed), points for validation"
+    parts = [text(LEFT, 22, title, size=14)]
+    low, high = loss_range(curves)
+    for number, (name, column) in enumerate(AXES):
+        longest = max(p[column] for c in curves for p in (*c.train, *c.val)) or 1
+        wide = WIDTH - LEFT - RIGHT
+        frame = Frame(LEFT, TOP + number * (PANEL + GAP), wide, PANEL, (0, longest), (low, high))
+        parts += frame.axes(name, "")
+        target = curves[0].target
+        if target is not None and low < target < high:
+            parts += frame.level(target, f"target {target:g}")
+        for k, curve in enumerate(curves):
+            parts += frame.draw(series_of(curve, column, COLORS[k % len(COLORS)]))
     for k, curve in enumerate(curves):
-        row = TOP + len(axes) * (PANEL + GAP) + 18 * k
+        row = TOP + len(AXES) * (PANEL + GAP) + 18 * k
         parts.append(f'<rect x="{LEFT}" y="{row - 9}" width="12" height="10" fill="{COLORS[k % len(COLORS)]}"/>')
         parts.append(text(LEFT + 18, row, curve.name))
-    return "\n".join([*parts, "</svg>", ""])
-
-
-def panel(curves: list[Curve], name: str, column: int, top: int, low: float, high: float) -> list[str]:
-    longest = max(p[column] for c in curves for p in (*c.train, *c.val)) or 1
-
-    def x(point: tuple[int, int, float, float]) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * point[column] / longest
-
-    def y(loss: float) -> float:
-        return top + PANEL * (1 - (min(max(loss, low), high) - low) / (high - low))
-
-    parts = [text(WIDTH - RIGHT, top + PANEL + 28, name, anchor="end")]
-    for loss in (low, (low + high) / 2, high):
-        level = f"{y(loss):.1f}"
-        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{level}" y2="{level}" stroke="{GRID}"/>')
-        parts.append(text(LEFT - 6, y(loss) + 4, f"{loss:.2f}", anchor="end"))
-    parts.append(text(LEFT, top + PANEL + 14, "0", anchor="middle"))
-    parts.append(text(WIDTH - RIGHT, top + PANEL + 14, f"{longest:,.0f}", anchor="end"))
-    target = curves[0].target
-    if target is not None and low < target < high:
-        level = f'y1="{y(target):.1f}" y2="{y(target):.1f}"'
-        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" {level} stroke="#7f8c8d" stroke-dasharray="4 3"/>')
-    for k, curve in enumerate(curves):
-        color = COLORS[k % len(COLORS)]
-        parts.append(path(smooth(curve.train), x, y, color))
-        parts += [f'<circle cx="{x(p):.1f}" cy="{y(p[3]):.1f}" r="3" fill="{color}"/>' for p in curve.val]
-    return parts
+    return picture(WIDTH, height, parts, f"{title}, of {', '.join(c.name for c in curves)}.")
 
 
 def smooth(points: list[tuple[int, int, float, float]]) -> list[tuple[int, int, float, float]]:
@@ -156,13 +146,3 @@ def smooth(points: list[tuple[int, int, float, float]]) -> list[tuple[int, int, 
     width = max(1, math.ceil(len(points) / POINTS))
     groups = [points[i : i + width] for i in range(0, len(points), width)]
     return [(*group[-1][:3], sum(p[3] for p in group) / len(group)) for group in groups]
-
-
-def path(
-    points: list[tuple[int, int, float, float]],
-    x: Callable[[tuple[int, int, float, float]], float],
-    y: Callable[[float], float],
-    color: str,
-) -> str:
-    drawn = " ".join(f"{'L' if i else 'M'}{x(p):.1f} {y(p[3]):.1f}" for i, p in enumerate(points))
-    return f'<path d="{drawn}" fill="none" stroke="{color}" stroke-opacity="0.55" stroke-width="1.2"/>'

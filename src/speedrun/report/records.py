@@ -6,7 +6,7 @@ speedrun records --plot records.svg
 from datetime import date
 from typing import Any
 
-from speedrun.report.schedules import COLORS, GRID, INK, text
+from speedrun.report.draw import COLORS, INK, dot, line, picture, text
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 340, 70, 150, 50, 46
 
@@ -23,15 +23,10 @@ def records_svg(track: str, records: list[dict[str, Any]]) -> str:
     def y(seconds: float) -> float:
         return TOP + (HEIGHT - TOP - BOTTOM) * (1 - seconds / highest)
 
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        'font-family="system-ui, sans-serif" font-size="11">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        text(LEFT, 24, f"Official time of the records on the {track} track, seconds", size=14),
-    ]
+    title = f"Official time of the records on the {track} track, seconds"
+    parts = [text(LEFT, 24, title, size=14)]
     for seconds in (0.0, highest / 2, highest):
-        level = f"{y(seconds):.1f}"
-        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{level}" y2="{level}" stroke="{GRID}"/>')
+        parts.append(line(LEFT, y(seconds), WIDTH - RIGHT, y(seconds)))
         parts.append(text(LEFT - 6, y(seconds) + 4, f"{seconds:.0f}", anchor="end"))
     for day in sorted({first, last}):
         parts.append(text(x(day), HEIGHT - BOTTOM + 18, date.fromordinal(day).isoformat(), anchor="middle"))
@@ -42,6 +37,7 @@ def records_svg(track: str, records: list[dict[str, Any]]) -> str:
         path += f"{'H' if path else 'M'}{x(day):.1f}{'V' if path else ' '}{y(record['official']):.1f}"
     parts.append(f'<path d="{path}" fill="none" stroke="{COLORS[1]}" stroke-width="1.6"/>')
     for day, record in points:
-        parts.append(f'<circle cx="{x(day):.1f}" cy="{y(record["official"]):.1f}" r="4" fill="{INK}"/>')
+        parts.append(dot(x(day), y(record["official"]), INK, radius=4))
         parts.append(text(x(day) + 8, y(record["official"]) - 6, f"{record['name']}: {record['official']:.1f}"))
-    return "\n".join([*parts, "</svg>", ""])
+    told = ", ".join(f"{record['name']} {record['official']:.1f} on {record['date']}" for _, record in points)
+    return picture(WIDTH, HEIGHT, parts, f"{title}: {told}.")

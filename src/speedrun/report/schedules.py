@@ -2,18 +2,17 @@
 
     speedrun recipes show interleaved --plot schedules.svg
 
-Drawn by hand, so that it needs no plotting library: one panel per quantity that changes, all over the same steps.
+One panel per quantity that changes, all over the same steps.
 """
 
 from collections.abc import Callable, Sequence
-from xml.sax.saxutils import escape
 
+from speedrun.report import draw
+from speedrun.report.draw import COLORS, FAINT, picture, text
 from speedrun.train.config import Recipe
 from speedrun.train.schedule import Stage
 
 WIDTH, PANEL, LEFT, RIGHT, TOP, GAP = 760, 96, 86, 20, 44, 34
-INK, GRID = "#2c3e50", "#d5d8dc"
-COLORS = ("#c0392b", "#2471a3", "#1e8449")
 
 Lines = Sequence[tuple[str, Sequence[float | None]]]  # a name and one value per step; None: nothing to draw
 
@@ -62,16 +61,11 @@ def schedule_svg(recipe: Recipe) -> str:
     title = f"{recipe.name} at {recipe.track} size: {total:,} steps"
     if recipe.optim.every > 1:
         title += f"; Adam steps once in {recipe.optim.every}"
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" '
-        'font-family="system-ui, sans-serif" font-size="11">',
-        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
-        text(LEFT, 22, title, size=14),
-    ]
-    for number, (title, lines) in enumerate(drawn):
+    parts = [text(LEFT, 22, title, size=14)]
+    for number, (name, lines) in enumerate(drawn):
         top = TOP + number * (PANEL + GAP)
-        parts += panel(title, lines, top, total, recipe.schedule.steps)
-    return "\n".join([*parts, "</svg>", ""])
+        parts += panel(name, lines, top, total, recipe.schedule.steps)
+    return picture(WIDTH, height, parts, f"Schedules of {title}: {', '.join(name for name, _ in drawn)}.")
 
 
 def panel(title: str, lines: Lines, top: int, total: int, scheduled: int) -> list[str]:
@@ -89,13 +83,11 @@ def panel(title: str, lines: Lines, top: int, total: int, scheduled: int) -> lis
 
     parts = [text(LEFT, top - 6, title)]
     for value in (low, high):
-        parts.append(
-            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}" stroke="{GRID}"/>'
-        )
+        parts.append(draw.line(LEFT, y(value), WIDTH - RIGHT, y(value)))
         parts.append(text(LEFT - 6, y(value) + 4, f"{value:g}", anchor="end"))
     room = 60 * total / (WIDTH - LEFT - RIGHT)  # steps that a label covers
     for step in (0, total - 1) if total - scheduled < room else (0, scheduled, total - 1):
-        parts.append(text(x(step), top + PANEL + 13, f"{step:,}", anchor="middle", color="#7f8c8d"))
+        parts.append(text(x(step), top + PANEL + 13, f"{step:,}", anchor="middle", color=FAINT))
     for k, (name, line) in enumerate(lines):
         color = COLORS[k % len(COLORS)]
         parts.append(f'<path d="{steps_path(line, x, y)}" fill="none" stroke="{color}" stroke-width="1.6"/>')
@@ -118,9 +110,3 @@ def steps_path(line: Sequence[float | None], x: Callable[[float], float], y: Cal
         commands.append(f"{'L' if pen else 'M'}{x(step):.1f} {y(value):.1f}")
         pen = True
     return " ".join(commands)
-
-
-def text(x: float, y: float, words: str, *, size: int = 11, anchor: str = "start", color: str = INK) -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{color}">{escape(words)}</text>'
-    )

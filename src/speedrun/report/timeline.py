@@ -6,19 +6,21 @@ Several traces share one time scale, so that the picture shows what the other or
 """
 
 from collections.abc import Sequence
+from xml.sax.saxutils import escape
 
 from speedrun.optim.interleave import Span
-from speedrun.report.schedules import GRID, INK, text
+from speedrun.report.draw import COLORS as PALETTE
+from speedrun.report.draw import GRID, INK, PAPER, picture, text
 from speedrun.train.trace import Steps
 
 WIDTH, LEFT, RIGHT, TOP, LANE, GAP = 960, 86, 16, 56, 30, 40
 COLORS = {
-    "compute": "#2471a3",
-    "backward": "#85929e",
-    "launch": "#b9770e",
-    "wait": "#c0392b",
-    "copy": "#1e8449",
-    "transfer": "#7d3c98",
+    "compute": PALETTE[1],
+    "backward": PALETTE[7],
+    "launch": PALETTE[3],
+    "wait": PALETTE[0],
+    "copy": PALETTE[2],
+    "transfer": PALETTE[4],
 }
 WORDS = {
     "compute": "compute",
@@ -82,10 +84,10 @@ def timeline_svg(panels: Sequence[tuple[str, Sequence[Steps], int]]) -> str:
                 about = f"{s.kind}: {s.item} {s.op}, {1e3 * (s.end - s.start):.2f} ms"
                 out.append(
                     f'<rect x="{left:.1f}" y="{y}" width="{wide:.1f}" height="{LANE - 8}" fill="{color_of(s)}">'
-                    f"<title>{about}</title></rect>"
+                    f"<title>{escape(about)}</title></rect>"
                 )
                 if wide > 7 * len(s.item) + 6 and s.kind in ("compute", "transfer"):
-                    out.append(text(left + 4, y + LANE / 2 - 1, s.item, color="#ffffff"))
+                    out.append(text(left + 4, y + LANE / 2 - 1, s.item, color=PAPER))
             y += LANE
         y += GAP // 2
     axis = y
@@ -94,6 +96,5 @@ def timeline_svg(panels: Sequence[tuple[str, Sequence[Steps], int]]) -> str:
         at = LEFT + scale * (value - first)
         out.append(f'<line x1="{at:.1f}" y1="{TOP}" x2="{at:.1f}" y2="{axis}" stroke="{INK}" stroke-opacity="0.15"/>')
         out.append(text(at, axis + 14, f"{1e3 * value:.3g} ms", anchor="middle"))
-    height = axis + 24
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" '
-    return head + f'font-size="12"><rect width="{WIDTH}" height="{height}" fill="white"/>' + "".join(out) + "</svg>\n"
+    names = "; ".join(title for title, _, _ in drawn)
+    return picture(WIDTH, axis + 24, out, f"What every rank did in one step, over time: {names}.")

@@ -1,0 +1,179 @@
+"""The report: one HTML page of a run, a race, a record, an ablation or all records.
+
+speedrun report runs/NAME
+speedrun report races/NAME --out verdict.html
+speedrun report records
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from speedrun.errors import UserError
+from speedrun.files import write_atomic
+from speedrun.race import ablate, records
+from speedrun.race.evidence import MANIFEST
+from speedrun.race.plan import PLAN, read_object
+from speedrun.race.sweep import read_rows
+from speedrun.report import page
+from speedrun.report.ablation import ablation_svg
+from speedrun.report.compare import Curve
+from speedrun.report.draw import COLORS
+from speedrun.report.page import BAD, GOOD, OPEN, Lead, Rows, Section, finish
+from speedrun.report.race_page import race_page
+from speedrun.report.records import records_svg
+from speedrun.report.sections import Shown, facts, losses, machine, schedules, settings, timeline
+from speedrun.train.config import recipe_from_dict
+from speedrun.train.runlog import RESULT, RUN, read_metrics, read_result, read_run
+
+Say = Callable[[str], Any]
+
+
+@dataclass(frozen=True)
+class Report:
+    folder: Annotated[Path, tyro.conf.Positional]
+    """A run, race, record or ablation, or the folder of all records."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FILE.html", help_behavior_hint="")] = None
+    """Where the page goes; default: beside the folder, with its name and .html."""
+
+
+def run(given: Report, say: Say) -> int:
+    html = page_of(given.folder)
+    out = given.out or given.folder.resolve().parent / f"{given.folder.resolve().name}.html"
+    if given.folder.resolve() in out.resolve().parents and (given.folder / MANIFEST).exists():
+        raise UserError(f"{out} lies inside the race, whose files are all listed; put the page elsewhere with --out.")
+    write_atomic(out, html)
+    say(f"written to {out} ({len(html) / 1e6:.1f} MB)")
+    return 0
+
+
+def page_of(folder: Path) -> str:
+    """The page of whatever this folder is."""
+    if not folder.is_dir():
+        raise UserError(f"There is no folder {folder}. Check the name.")
+    kinds: tuple[tuple[str, Callable[[Path], str]], ...] = (
+        (PLAN, race_page),
+        (RUN, run_page),
+        (ablate.PLAN, ablation_page),
+    )
+    for name, make in kinds:
+        if (folder / name).is_file():
+            return make(folder)
+    if records.tracks(folder):
+        return records_page(folder)
+    raise UserError(
+        f"{folder} is no run, race, record or ablation, and holds no records: it has no {RUN}, {PLAN} or {ablate.PLAN}."
+    )
+
+
+# -------------------------------------------------------------------- a run
+
+
+def run_page(folder: Path) -> str:
+    about, metrics = read_run(folder), read_metrics(folder)
+    result = read_result(folder) if (folder / RESULT).exists() else None
+    curve, recipe = Curve.read(folder), recipe_from_dict(about["recipe"])
+    shown = [Shown(curve, COLORS[1])]
+    name = folder.resolve().name
+    names = [(name, COLORS[1], "")]
+    return finish(
+        f"Run {name}",
+        run_lead(about, result, curve),
+        [
+            losses(shown, names, "Lines are training losses, smoothed; points are validation losses."),
+            timeline(folder),
+            schedules([recipe]),
+            machine(shown, [metrics], names),
+            settings({recipe.name: recipe}),
+            about_run(about, result),
+        ],
+    )
+
+
+def run_lead(about: dict[str, Any], result: dict[str, Any] | None, curve: Curve) -> Lead:
+    target = about.get("target")
+    if result is None:
+        done = (curve.train or curve.val)[-1][0]
+        return Lead("unfinished", f"The run has done {done:,} steps and has not ended.", OPEN)
+    if result["status"] != "ok":
+        return Lead(result["status"], f"{result['reason']}.", BAD if result["status"] == "failed" else OPEN)
+    loss = f"Validation loss {result['val_loss']:.4f} after {result['train_time']:.1f} s on the clock, "
+    loss += f"{result['steps']:,} steps and {result['tokens']:,} tokens"
+    if target is None:
+        return Lead("done", f"{loss}.", GOOD)
+    reached = result["val_loss"] <= target
+    word, how = ("reached", "at or below") if reached else ("missed", "above")
+    return Lead(f"target {word}", f"{loss}: {how} the target {target:g}.", GOOD if reached else BAD)
+
+
+def about_run(about: dict[str, Any], result: dict[str, Any] | None) -> Section:
+    git, environment = about.get("git") or {}, about.get("environment") or {}
+    pairs = [
+        ("recipe", about["recipe"].get("name")),
+        ("track", about.get("track")),
+        ("seed", about.get("seed")),
+        ("started", about.get("started")),
+        ("finished", (result or {}).get("finished")),
+        ("processes", about.get("ranks")),
+        ("threads", about.get("threads")),
+        ("devices", ", ".join(about.get("devices", []))),
+        ("commit", git.get("commit") and f"{git['commit']}{' with changes' if git.get('dirty') else ''}"),
+        ("interruptions", len(about["interruptions"])),
+        *((f"{name} loss", f"{loss:.4f}") for name, loss in (result or {}).get("losses", {}).items()),
+        *((k, v) for k, v in environment.items() if isinstance(v, str | int | float)),
+        *sorted((environment.get("packages") or {}).items()),
+    ]
+    parts = [facts(pairs, "the run")]
+    files = (about.get("data") or {}).get("files") or {}
+    if files:
+        parts.append(page.table([("token file", "sha256"), *sorted(files.items())], "data"))
+    return Section("about", "What ran where", parts, [("what", "value"), *pairs])
+
+
+# -------------------------------------------------------------------- an ablation, the records
+
+
+def ablation_page(folder: Path) -> str:
+    about = read_object(folder / ablate.PLAN, "Restore it from a copy.")
+    rows = read_rows(folder / ablate.ROWS)
+    lines = ablate.lines_of(rows, about["variants"])
+    title = f"{about['recipe']} without each of its switches"
+    sure = [line.name for line in lines if line.p is not None and line.p < 0.05]
+    words = f"{len(rows)} runs of {len(about['variants'])} variants, {about['base'].get('schedule.steps')} scheduled "
+    words += (
+        f"steps each, on the {about['track']} track. Beyond doubt (p < 0.05, Holm): {', '.join(sure) or 'nothing'}."
+    )
+    effects = ablate.table(lines)
+    drawn = [page.table(effects, "sorted by effect; negative results too")]
+    if any(line.loss for line in lines):
+        drawn.insert(0, page.wide(ablation_svg(title, lines), "effect of every switch, with 95 % intervals"))
+    columns = ("variant", "seed", "status", "loss", "seconds", "tokens", "steps")
+    runs: Rows = [columns, *(tuple(row.get(c, "") for c in columns) for row in rows)]
+    asked = [(k, json.dumps(v)) for k, v in about.items() if k not in ("base", "files", "variants")]
+    return finish(
+        f"Ablation: {title}",
+        Lead("ablation", words),
+        [
+            Section("effects", "Effects", drawn, effects),
+            Section("runs", "Every run", [page.table(runs, "in the order they were made")], runs),
+            Section("about", "What was asked", [facts(asked, "the ablation")]),
+        ],
+    )
+
+
+def records_page(folder: Path) -> str:
+    boards = {track: records.board(folder, track) for track in records.tracks(folder)}
+    sections = []
+    for track, board in boards.items():
+        rows = records.table(board)
+        drawn = page.wide(records_svg(track, board), f"official time over dates, {track} track")
+        sections.append(
+            Section(f"track-{track}", f"{track} track", [drawn, page.table(rows, "the fastest first")], rows)
+        )
+    best = "; ".join(f"{track}: {b[0]['name']} with {b[0]['official']:.1f} s" for track, b in boards.items())
+    count = sum(map(len, boards.values()))
+    return finish("Records", Lead(f"{count} record{'s' if count != 1 else ''}", f"{best}.", GOOD), sections)

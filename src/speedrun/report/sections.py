@@ -1,0 +1,189 @@
+"""Sections that several pages have: losses, schedules, what the machine did, the recipe, the optimizer's timeline."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from speedrun.race.statistics import effect
+from speedrun.report import draw, page
+from speedrun.report.compare import AXES, Curve, loss_range, series_of
+from speedrun.report.draw import INK, Frame, Series, chart, dot, line, picture, text
+from speedrun.report.page import Section
+from speedrun.report.schedules import schedule_svg
+from speedrun.report.timeline import timeline_svg
+from speedrun.report.traces import median_step
+from speedrun.train import trace
+from speedrun.train.config import Recipe, differences, fields_of
+
+Name = tuple[str, str, str]
+"""What a curve is called, its colour and its dashes."""
+TELEMETRY = {
+    "load": ("load_average", "processes that want to run (load)"),
+    "clock": ("cpu_clock_mhz", "CPU clock, MHz"),
+    "temperature": ("cpu_temperature_c", "CPU temperature, degrees C"),
+    "memory": ("process_mib", "memory of the process, MiB"),
+}
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A curve and how it is drawn: the sides of a race differ in colour and in dashes."""
+
+    curve: Curve
+    color: str
+    dash: str = ""
+
+
+def losses(shown: Sequence[Shown], names: Sequence[Name], words: str) -> Section:
+    low, high = loss_range([s.curve for s in shown])
+    target = shown[0].curve.target
+    levels = [] if target is None else [(target, f"target {target:g}")]
+    ends = [f"{s.curve.name} {s.curve.val[-1][3]:.4f}" for s in shown if s.curve.val]
+    pictures = []
+    for name, column in AXES:
+        about = f"Loss over {name}. Last validation losses: {', '.join(ends) or 'none yet'}."
+        series = [series_of(s.curve, column, s.color, s.dash) for s in shown]
+        drawn = chart(about, series, x_name=name, y_name="loss", y=(low, high), levels=levels)
+        pictures.append((drawn, f"by {name}"))
+    data: list[tuple[Any, ...]] = [("run", "kind", "step", "tokens", "seconds", "loss")]
+    for s in shown:
+        for kind, points in (("train", s.curve.train), ("val", s.curve.val)):
+            data += [(s.curve.name, kind, *point) for point in points]
+    return Section("loss", "Loss", [page.paragraph(words, "note"), page.key(names), page.grid(pictures)], data)
+
+
+def pace(curve: Curve, points: int = 120) -> list[tuple[float, float]]:
+    """(step, milliseconds per step), as means over neighbours."""
+    marks = [(0, 0.0), *((p[0], p[2]) for p in curve.train)]
+    wide = max(1, math.ceil(len(marks) / points))
+    chosen = marks[::wide] + ([marks[-1]] if (len(marks) - 1) % wide else [])
+    return [(b[0], 1000 * (b[1] - a[1]) / (b[0] - a[0])) for a, b in itertools.pairwise(chosen)]
+
+
+def machine(shown: Sequence[Shown], metrics: Sequence[list[dict[str, Any]]], names: Sequence[Name]) -> Section:
+    """What the steps took, and what the machine said of itself meanwhile."""
+    paces = [pace(s.curve) for s in shown]
+    highest = max((y for points in paces for _, y in points), default=1.0)
+    series = [Series(s.curve.name, s.color, p, dash=s.dash, opacity=0.7) for s, p in zip(shown, paces, strict=True)]
+    spread = f"{min((y for p in paces for _, y in p), default=0):.0f} to {highest:.0f} ms"
+    pictures = [
+        (
+            chart(f"Milliseconds per step: {spread}.", series, x_name="steps", y_name="ms/step", y=(0, 1.05 * highest)),
+            "milliseconds per step",
+        )
+    ]
+    data: list[tuple[Any, ...]] = [("run", "step", *TELEMETRY)]
+    readings = [[m for m in found if m["kind"] == "telemetry"] for found in metrics]
+    for s, found in zip(shown, readings, strict=True):
+        data += [(s.curve.name, m["step"], *(value_of(m, field) for field, _ in TELEMETRY.values())) for m in found]
+    for k, (field, words) in enumerate(TELEMETRY.values()):
+        values = [row[2 + k] for row in data[1:] if row[2 + k] != ""]
+        if len(values) < 2:  # one reading is no picture
+            continue
+        series = [
+            Series(s.curve.name, s.color, marks, marks, s.dash, bool(s.dash), 0.5)
+            for s, found in zip(shown, readings, strict=True)
+            if (marks := [(m["step"], float(value_of(m, field))) for m in found if value_of(m, field) != ""])
+        ]
+        about = f"{words}: {min(values):.6g} to {max(values):.6g}."
+        pictures.append((chart(about, series, x_name="steps", y_name="", y=(0, 1.1 * max(values) or 1.0)), words))
+    return Section("machine", "Steps and machine", [page.key(names), page.grid(pictures)], data)
+
+
+def value_of(reading: dict[str, Any], field: str) -> Any:
+    value = reading.get(field, "")
+    return value[0] if isinstance(value, list) and value else value
+
+
+def schedules(recipes: Sequence[Recipe]) -> Section:
+    data: list[tuple[Any, ...]] = [("recipe", "step", "lr", "tokens", "long window", "short window", "momentum")]
+    for recipe in recipes:
+        for step in range(recipe.schedule.total):
+            at = recipe.schedule.at(step)
+            windows = (at.windows.long, at.windows.short) if at.windows else ("", "")
+            data.append((recipe.name, step, at.lr, at.tokens, *windows, "" if at.momentum is None else at.momentum))
+    drawn = [page.wide(schedule_svg(recipe), f"schedules of {recipe.name}") for recipe in recipes]
+    return Section("schedules", "Schedules", drawn, data)
+
+
+def settings(recipes: dict[str, Recipe]) -> Section:
+    """Every field of the recipes, side by side."""
+    fields = {name: fields_of(recipe) for name, recipe in recipes.items()}
+    known = list(dict.fromkeys(field for values in fields.values() for field in values))
+    rows = [("field", *fields), *((f, *(str(v.get(f, "")) for v in fields.values())) for f in known)]
+    parts = []
+    if len(recipes) == 2:
+        theirs, ours = reversed(recipes.values())
+        changed = [c for c in differences(theirs, ours) if not c.startswith("name:")]
+        parts += [page.heading("What differs"), page.bullets(changed or ["nothing"])]
+    parts.append(page.details("Every field of the recipe", page.table(rows, "every field")))
+    return Section("recipe", "Recipe", parts, rows)
+
+
+def timeline(folder: Path) -> Section | None:
+    """The optimizer's steps, if they were traced."""
+    if not (folder / trace.FILE).exists():
+        return None
+    found = trace.read(folder)
+    step = median_step(found.ranks[0])
+    title = f"{len(found.ranks)} ranks, {found.about.get('order', '?')} order, step {step}"
+    rows: list[tuple[Any, ...]] = [("rank", "step ms", *(f"{kind} ms" for kind in trace.KINDS), "waiting, % of step")]
+    for rank, steps in enumerate(found.ranks):
+        s = trace.summarize(steps)
+        parts = (f"{1e3 * s.parts[kind]:.2f}" for kind in trace.KINDS)
+        rows.append((rank, f"{1e3 * s.step:.2f}", *parts, f"{100 * s.exposed:.1f}"))
+    data = [("rank", "step", "kind", "what", "phase", "start", "end")]
+    data += [
+        (str(rank), str(n), s.kind, s.item, s.op, f"{s.start:.6f}", f"{s.end:.6f}")
+        for rank, steps in enumerate(found.ranks)
+        for n, spans in steps.items()
+        for s in spans
+    ]
+    drawn = page.wide(timeline_svg([(title, found.ranks, step)]), f"one step of every rank: {title}")
+    return Section("timeline", "Optimizer timeline", [drawn, page.table(rows, "means over the traced steps")], data)
+
+
+def facts(pairs: Sequence[tuple[str, Any]], caption: str) -> str:
+    return page.table([("what", "value"), *((k, v) for k, v in pairs if v not in (None, ""))], caption, numbers=False)
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean and its 95 % interval; a single value has none."""
+    if len(values) < 2:
+        return values[0], values[0], values[0]
+    found = effect(values)
+    return found.mean, found.low, found.high
+
+
+def strips(
+    about: str, groups: Sequence[tuple[str, str, str, Sequence[float]]], x_name: str, target: float | None
+) -> str:
+    """A row of points per group, with the mean and its 95 % interval below the points."""
+    known = [v for *_, values in groups for v in (*values, *interval(values))] + ([] if target is None else [target])
+    low, high = min(known), max(known)
+    room = 0.06 * (high - low) or 0.01
+    width, row, top, left = 460, 62, 26, 14
+    height = top + row * len(groups) + 40
+    frame = Frame(left, top, width - 2 * left, height - top - 40, (low - room, high + room), (0, 1))
+    parts = [text(width - left, height - 10, x_name, anchor="end")]
+    bottom = frame.top + frame.height
+    for value in draw.ticks(*frame.x):
+        x, _ = frame.at(value, 0)
+        parts += [line(x, top, x, bottom), text(x, bottom + 16, draw.short(value), anchor="middle", color=draw.FAINT)]
+    if target is not None:
+        x, _ = frame.at(target, 0)
+        parts += [
+            line(x, top, x, bottom, color=INK, dash="4 3"),
+            text(x, top - 8, f"target {target:g}", anchor="middle"),
+        ]
+    for k, (name, color, dash, values) in enumerate(groups):
+        y = top + row * k + 34
+        mean, lower, upper = interval(values)
+        ends = [frame.at(v, 0)[0] for v in (lower, mean, upper)]
+        parts += [text(left, y - 16, name), line(ends[0], y + 12, ends[2], y + 12, color=color, width=2)]
+        parts.append(line(ends[1], y + 7, ends[1], y + 17, color=color, width=2))
+        parts += [dot(frame.at(v, 0)[0], y, color, about=f"{name}: {v:.4f}", hollow=bool(dash)) for v in values]
+    return picture(width, height, parts, about)
