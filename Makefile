@@ -1,4 +1,5 @@
-# Two commands: `make run` trains the pocket track to its target, `make test` checks everything.
+# Two commands: `make run` trains the pocket track to its target, `make test` checks everything (`make browser` first
+# installs Debian's Chromium, in which the report is tested).
 #
 #   make run ARGS="--seed 1"        extra flags for `speedrun train`
 #   make run TORCH_INDEX=<url>      where pip takes torch from, to choose a CPU or a CUDA build
@@ -12,7 +13,7 @@ ARGS ?=
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: run test clean
+.PHONY: run test browser clean
 
 run: $(VENV)/.ready
 	@$(BIN)/speedrun data prepare
@@ -23,6 +24,12 @@ test: $(VENV)/.ready-dev
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+# The report is tested in a real browser; without one those tests are skipped.
+browser:
+	@command -v chromium || command -v chromium-browser || command -v google-chrome || \
+	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || \
+	  { echo "no browser: install Chromium or Chrome by hand (apt-get needs root), or go on without those tests"; exit 2; }
 
 # torch first and pinned: asked for by range, pip would take the newest build with gigabytes of CUDA libraries.
 $(VENV)/.ready: pyproject.toml constraints.txt

@@ -18,9 +18,11 @@ import numpy as np
 import pytest
 
 from speedrun import __version__, cli
+from speedrun.cli.training import PARTS, Train
 from speedrun.data.shards import TokenFolder, write_shard
 from speedrun.recipes import DEFAULT, LINEAGE, get_recipe
 from speedrun.tracks import TRACKS
+from speedrun.train import dryrun
 from speedrun.train.config import Recipe, fields_of, meanings
 from speedrun.train.loop import Trainer
 from speedrun.train.runlog import read_metrics, read_result
@@ -287,7 +289,7 @@ def test_damaged_data_is_named_and_leaves_no_run(
 
 @pytest.fixture
 def no_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli.dryrun, "matmul_speed", lambda machine, config: 1e11)
+    monkeypatch.setattr(dryrun, "matmul_speed", lambda machine, config: 1e11)
 
 
 @pytest.mark.parametrize("spelling", [["--dry-run"], ["--dry-run", "True"], ["--dry-run=True"]])
@@ -628,8 +630,8 @@ def test_the_help_of_train_explains_every_field(speedrun: Speedrun) -> None:
         if "." in name:
             assert f"--{name.replace('_', '-')} " in text
             assert " ".join(meaning.split()) in text
-    for field in dataclasses.fields(cli.Train):
-        if field.name not in (*cli.PARTS, "machine"):
+    for field in dataclasses.fields(Train):
+        if field.name not in (*PARTS, "machine"):
             assert f"--{field.name.replace('_', '-')} " in text
     assert "None" not in text
 

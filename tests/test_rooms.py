@@ -10,6 +10,7 @@ PACKAGE = Path(speedrun.__file__).parent
 # Each room may import itself, torch and friends, and the rooms named here.
 MAY_IMPORT = {
     "errors": set(),
+    "options": set(),
     "files": {"errors"},
     "optim": set(),
     "data": {"errors", "files"},
@@ -19,8 +20,8 @@ MAY_IMPORT = {
     "recipes": {"errors", "data", "model", "optim", "train"},
     "sample": {"errors", "data", "model", "train"},
     "doctor": {"errors", "files", "data", "model", "tracks", "train"},
-    "race": {"errors", "files", "tracks", "train", "recipes"},
-    "report": {"errors", "files", "model", "optim", "tracks", "train", "recipes", "race"},
+    "race": {"errors", "options", "files", "tracks", "train", "recipes"},
+    "report": {"errors", "options", "files", "model", "optim", "tracks", "train", "recipes", "race"},
 }
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from speedrun import cli
+from speedrun.cli.training import Train
+from speedrun.cli.words import parse
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError
 from speedrun.files import write_json
@@ -373,7 +375,7 @@ def test_a_recipe_comes_through_the_command_line_unchanged(name: str) -> None:
     for size in LINEAGE[name]:
         wanted = with_fields(get_recipe(name, size), {"optim.lr": 0.0123, "validation.every": 7})
         base = get_recipe("gpt2" if size in LINEAGE["gpt2"] else "medium", size)
-        given = cli.parse(cli.Train, "train", flags(wanted, base), cli.Train.from_recipe(base))
+        given = parse(Train, "train", flags(wanted, base), Train.from_recipe(base))
         assert given.resolved(wanted) == wanted
 
 

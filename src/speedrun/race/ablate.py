@@ -25,8 +25,9 @@ from rich.console import Console
 
 from speedrun.errors import UserError, nearest
 from speedrun.files import explained, write_atomic
+from speedrun.options import unset
 from speedrun.race import plan as plans
-from speedrun.race.race import side, unset
+from speedrun.race.race import side
 from speedrun.race.statistics import Effect, effect, holm
 from speedrun.race.sweep import keep_to, read_rows
 from speedrun.recipes import DEFAULT, get_recipe

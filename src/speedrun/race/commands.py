@@ -10,9 +10,10 @@ import tyro
 from rich.console import Console
 
 from speedrun.errors import UserError
+from speedrun.options import unset
 from speedrun.race import evidence, race, records, statistics
 from speedrun.race.plan import Plan, now
-from speedrun.race.race import Race, unset
+from speedrun.race.race import Race
 from speedrun.race.replay import replay
 from speedrun.race.verdict import render
 from speedrun.tracks import get_track, own_track
@@ -62,7 +63,7 @@ def stats(given: Stats, console: Console) -> int:
     return 1
 
 
-def hold(given: Race, console: Console) -> int:
+def hold(given: Race, console: Console, script: records.Script) -> int:
     """Exit code 0 for a race that proved what it was about."""
     if given.submit is not None:
         records.foresee(race.draw_up(given), given.submit, given.records)
@@ -70,7 +71,7 @@ def hold(given: Race, console: Console) -> int:
     console.print("\n" + render(verdict), end="")
     console.print(f"race folder  {folder}")
     if given.submit is not None:
-        console.print(f"record       {records.submit(folder, given.submit, given.records)}")
+        console.print(f"record       {records.submit(folder, given.submit, given.records, script)}")
     return 0 if verdict["verdict"] in ("valid", "faster") else 1
 
 
@@ -86,9 +87,9 @@ class Verify:
     """Where the tokens lie, if not where the plan says."""
 
 
-def verify(given: Verify, console: Console) -> int:
+def verify(given: Verify, console: Console, script: records.Script) -> int:
     found = evidence.examine(given.folder)
-    problems = [*found.problems, *records.problems(given.folder, found)]
+    problems = [*found.problems, *records.problems(given.folder, found, script)]
     if found.verdict is not None and not problems:
         console.print(f"{found.verdict['verdict'].upper()}: {found.verdict['why']}")
     for problem in problems:

@@ -22,6 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from speedrun.errors import UserError, nearest
 from speedrun.files import locked, sha256_file, write_atomic, write_json
+from speedrun.options import unset
 from speedrun.race import plan as plans
 from speedrun.race.evidence import INTERRUPTED, MANIFEST, RUNS, Run, examine_run, write_manifest
 from speedrun.race.plan import PLAN, Entry, Plan
@@ -35,11 +36,6 @@ from speedrun.train.run import check_supply, fit_to_tokens, hashes, obey
 from speedrun.train.runlog import METRICS, RESULT, SOURCE, read_metrics, read_result, source_sha256
 
 POLL = 1.0  # seconds between looks at a run's progress, which must not disturb it
-
-
-def unset(kind: str) -> Any:
-    """An option that may be left out: its help names the kind of value, and says itself what happens without."""
-    return tyro.conf.arg(metavar=kind, help_behavior_hint="")
 
 
 @dataclass(frozen=True)

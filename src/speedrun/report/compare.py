@@ -9,21 +9,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
 from speedrun.errors import UserError
+from speedrun.options import unset
 from speedrun.report.draw import COLORS, Frame, Series, picture, text
 from speedrun.train.config import recipe_from_dict
 from speedrun.train.runlog import RESULT, read_metrics, read_result, read_run
+from speedrun.train.schedule import ScheduleConfig
 
 WIDTH, PANEL, LEFT, RIGHT, TOP, GAP = 760, 190, 60, 20, 40, 50
 POINTS = 400  # of a curve in a picture: more cannot be seen
-
-
-def unset(kind: str) -> Any:
-    return tyro.conf.arg(metavar=kind, help_behavior_hint="")
 
 
 @dataclass(frozen=True)
@@ -55,9 +53,7 @@ class Curve:
         if not metrics:
             raise UserError(f"{folder} has measured nothing yet; leave it out.")
         last = max(m["step"] for m in metrics)
-        tokens = [0]
-        for step in range(last + 1):
-            tokens.append(tokens[-1] + schedule.at(min(step, schedule.total - 1)).tokens)
+        tokens = tokens_by_step(schedule, last)
 
         def points(kind: str) -> list[tuple[int, int, float, float]]:
             done = 1 if kind == "train" else 0  # a train line has the index of its step, a val line a number of steps
@@ -65,6 +61,14 @@ class Curve:
             return [(m["step"] + done, tokens[m["step"] + done], m["time"], m["loss"]) for m in chosen]
 
         return cls(folder.name, about["track"], points("train"), points("val"), status, about.get("target"))
+
+
+def tokens_by_step(schedule: ScheduleConfig, last: int) -> list[int]:
+    """Tokens seen after 0, 1, ... steps, up to the step with the index `last`."""
+    tokens = [0]
+    for step in range(last + 1):
+        tokens.append(tokens[-1] + schedule.at(min(step, schedule.total - 1)).tokens)
+    return tokens
 
 
 def read_curves(folders: tuple[Path, ...]) -> list[Curve]:

@@ -153,7 +153,7 @@ def chart(
     y: tuple[float, float],
     x: tuple[float, float] | None = None,
     levels: Sequence[tuple[float, str]] = (),
-    size: tuple[float, float] = (460, 280),
+    size: tuple[float, float] = (380, 250),
 ) -> str:
     """Curves over one pair of axes, as a picture that a phone can show."""
     known = [p[0] for s in series for p in (*s.points, *s.marks)]

@@ -56,7 +56,7 @@ nav ul { list-style: none; display: flex; flex-wrap: wrap; gap: .2rem 1rem; padd
 section { background: var(--paper); border-radius: .4rem; padding: .9rem; margin: 0 0 1rem; }
 .grid { display: grid; gap: .8rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 19rem), 1fr)); }
 figure { margin: 0; } figure svg { width: 100%; height: auto; display: block; }
-.scroll { overflow-x: auto; } .scroll svg { min-width: 38rem; }
+.scroll { overflow-x: auto; } .scroll svg { min-width: 48rem; }
 .note, figcaption, footer { color: var(--faint); font-size: .9rem; }
 ul.key { list-style: none; display: flex; flex-wrap: wrap; gap: .1rem 1.2rem; padding: 0; margin: .4rem 0; }
 ul.key svg { width: 2rem; height: .8rem; vertical-align: middle; margin-right: .3rem; }
@@ -65,6 +65,7 @@ caption { text-align: left; color: var(--faint); padding: .2rem 0; }
 th, td { text-align: left; padding: .2rem .7rem .2rem 0; border-bottom: 1px solid var(--grid); vertical-align: top; }
 th[scope=col] { white-space: nowrap; } td.n { text-align: right; white-space: nowrap; }
 pre { overflow-x: auto; font-size: .85rem; }
+@media (max-width: 30rem) { main, header, footer { padding: 0 .5rem; } section { padding: .6rem; } }
 @media print { nav, .skip { display: none; } section { break-inside: avoid; } }
 """
 

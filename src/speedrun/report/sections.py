@@ -165,7 +165,7 @@ def strips(
     known = [v for *_, values in groups for v in (*values, *interval(values))] + ([] if target is None else [target])
     low, high = min(known), max(known)
     room = 0.06 * (high - low) or 0.01
-    width, row, top, left = 460, 62, 26, 14
+    width, row, top, left = 380, 62, 26, 14
     height = top + row * len(groups) + 40
     frame = Frame(left, top, width - 2 * left, height - top - 40, (low - room, high + room), (0, 1))
     parts = [text(width - left, height - 10, x_name, anchor="end")]

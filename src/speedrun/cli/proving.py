@@ -1,0 +1,127 @@
+"""Commands about many runs, and about what they prove: sweep, race, records, ablation, reports."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from speedrun.cli.words import console, dispatch, grid, parse, say, with_value
+from speedrun.errors import UserError
+from speedrun.files import write_atomic
+from speedrun.options import unset
+from speedrun.race import ablate as ablate_room
+from speedrun.race import commands as race_room
+from speedrun.race import records as records_room
+from speedrun.race import sweep as sweep_room
+from speedrun.race.race import Race
+from speedrun.report import compare as compare_room
+from speedrun.report import export as export_room
+from speedrun.report import pages, traces
+from speedrun.report import send as send_room
+from speedrun.report.ablation import ablation_svg
+from speedrun.report.records import records_svg
+
+
+def sweep(args: Sequence[str]) -> int:
+    given = parse(sweep_room.Sweep, "sweep", args, about=sweep_room.__doc__)
+    return sweep_room.run(given, console)
+
+
+def race(args: Sequence[str]) -> int:
+    about = "Plan, run and judge a race. Exit code 0 for `valid` and `faster`, 1 for any other verdict."
+    return race_room.hold(parse(Race, "race", args, about=about), console, export_room.export)
+
+
+def stats(args: Sequence[str]) -> int:
+    about = "What these losses prove about the target. Exit code 0 if they are valid, 1 if not."
+    return race_room.stats(parse(race_room.Stats, "stats", args, about=about), console)
+
+
+def verify(args: Sequence[str]) -> int:
+    about = "Recompute a race or record from its run folders, and say what does not agree."
+    given = parse(race_room.Verify, "verify", with_value(args, "replay"), about=about)
+    return race_room.verify(given, console, export_room.export)
+
+
+def challenge(args: Sequence[str]) -> int:
+    about = "Race somebody's record against its baseline again, on this machine, with fresh seeds."
+    return race_room.challenge(parse(race_room.Challenge, "challenge", args, about=about), console)
+
+
+@dataclass(frozen=True)
+class Records:
+    """The leaderboard."""
+
+    track: Annotated[str | None, unset("STR")] = None
+    """Of this track alone; default: of all that have records."""
+    root: Path = Path("records")
+    """Where records are kept."""
+    markdown: bool = False
+    """As Markdown. `--markdown` alone will do."""
+    plot: Annotated[Path | None, unset("FILE.svg")] = None
+    """Also draw record times over the dates into this file; it needs --track where several have records."""
+
+
+def records(args: Sequence[str]) -> int:
+    given: Records = parse(Records, "records", with_value(args, "markdown"), about="The leaderboard of each track.")
+    tracks = [given.track] if given.track else records_room.tracks(given.root)
+    boards = {track: records_room.board(given.root, track) for track in tracks}
+    if not any(boards.values()):
+        raise UserError(f"There are no records in {given.root}{f' for track {given.track!r}' if given.track else ''}.")
+    if given.plot is not None and len(boards) > 1:
+        raise UserError(f"--plot draws one track, but {', '.join(boards)} have records; choose with --track.")
+    for track, found in boards.items():
+        say(f"\n## {track}\n" if given.markdown else f"{track} track")
+        if given.markdown:
+            say(records_room.markdown(found))
+        else:
+            grid(records_room.table(found))
+        if given.plot is not None:
+            write_atomic(given.plot, records_svg(track, found))
+            say(f"drawn in {given.plot}")
+    return 0
+
+
+def compare(args: Sequence[str]) -> int:
+    about = "Compare runs: losses by step, token and second."
+    given = parse(compare_room.Compare, "compare", args, about=about)
+    curves = compare_room.read_curves(given.runs)
+    grid(compare_room.table(curves))
+    for file, content in ((given.plot, compare_room.curves_svg), (given.csv, compare_room.as_csv)):
+        if file is not None:
+            write_atomic(file, content(curves))
+            say(f"written to {file}")
+    return 0
+
+
+def ablate(args: Sequence[str]) -> int:
+    given = parse(ablate_room.Ablate, "ablate", args, about=ablate_room.__doc__)
+    lines = ablate_room.run(given, console)
+    grid(ablate_room.table(lines))
+    title = f"{given.recipe} without each of its switches"
+    for file, content in ((given.markdown, ablate_room.markdown(lines)), (given.plot, ablation_svg(title, lines))):
+        if file is not None:
+            write_atomic(file, content)
+            say(f"written to {file}")
+    return 0
+
+
+def report(args: Sequence[str]) -> int:
+    return pages.run(parse(pages.Report, "report", args, about=pages.__doc__), say)
+
+
+def send(args: Sequence[str]) -> int:
+    return send_room.run(parse(send_room.Send, "send", with_value(args, "follow"), about=send_room.__doc__), say)
+
+
+def trace(args: Sequence[str]) -> int:
+    actions: dict[str, Callable[[Sequence[str]], int]] = {
+        "show": lambda rest: traces.show(parse(traces.Show, "trace show", rest), say),
+        "simulate": lambda rest: traces.simulate(parse(traces.Simulate, "trace simulate", rest), say),
+    }
+    return dispatch("speedrun trace", actions, args, "Look at recorded steps, or foretell them.")
+
+
+def export(args: Sequence[str]) -> int:
+    given = parse(export_room.Export, "export", with_value(args, "force"))
+    return export_room.run(given, say)

@@ -1,0 +1,268 @@
+"""Commands that tell or prepare: tracks, recipes, data, sample, doctor."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.table import Column, Table
+
+from speedrun import doctor as doctor_room
+from speedrun import sample as sample_room
+from speedrun.cli.training import Machinery
+from speedrun.cli.words import console, dispatch, parse, say
+from speedrun.data import encode, fineweb, pocket
+from speedrun.data.shards import TokenFolder
+from speedrun.errors import UserError, nearest
+from speedrun.files import explained as file_errors
+from speedrun.files import write_atomic
+from speedrun.model.gpt import count_parameters
+from speedrun.options import unset
+from speedrun.recipes import DEFAULT, LINEAGE, default_for, get_recipe
+from speedrun.report.schedules import schedule_svg
+from speedrun.tracks import TRACKS, get_track
+from speedrun.train.config import Recipe, fields_of, meanings
+from speedrun.train.device import choose
+
+# -------------------------------------------------------------------- tracks and recipes
+
+
+def tracks(args: Sequence[str]) -> int:
+    @dataclass(frozen=True)
+    class Tracks:
+        """List the tracks."""
+
+    parse(Tracks, "tracks", args, about="List the tracks: what must be reached, on which tokens.")
+    table = Table("track", "target loss", "data", "what", box=None)
+    for track in TRACKS.values():
+        try:
+            track.locate()
+            data = "ready"
+        except UserError:
+            data = "missing"
+        table.add_row(track.name, f"{track.target:g} nats", data, track.about)
+    say(table)
+    say("`speedrun doctor` tells where the data lies, and how to get what is missing.")
+    return 0
+
+
+@dataclass(frozen=True)
+class Recipes:
+    """List the recipes, or show every field of one."""
+
+    action: Annotated[str, tyro.conf.Positional] = "list"
+    """`list`, or `show NAME`."""
+    name: Annotated[str | None, tyro.conf.Positional] = None
+    """Which recipe to show."""
+    track: str = "pocket"
+    """At the size of which track."""
+    plot: Annotated[Path | None, unset("FILE.svg")] = None
+    """Also draw the schedules over the steps into this file."""
+
+
+def recipes(args: Sequence[str]) -> int:
+    given: Recipes = parse(
+        Recipes,
+        "recipes",
+        args,
+        about="`speedrun recipes` lists them; `speedrun recipes show NAME` explains one.",
+    )
+    if given.action == "list":
+        table = Table("recipe", "sizes", "what", box=None)
+        for name, sizes in LINEAGE.items():
+            table.add_row(
+                name + (" (default)" if name == DEFAULT else ""),
+                ", ".join(sizes),
+                next(iter(sizes.values()))().about,
+            )
+        say(table)
+        say("`speedrun recipes show NAME` lists every field of one.")
+        return 0
+    if given.action != "show":
+        raise UserError(f"Unknown action {given.action!r}; use `speedrun recipes` or `speedrun recipes show NAME`.")
+    track_name = get_track(given.track).name
+    recipe = get_recipe(given.name or default_for(track_name), track_name)
+    counts = count_parameters(recipe.model)
+    say(f"{recipe.name} at {recipe.track} size: {recipe.about}")
+    parts = ", ".join(f"{k} {v / 1e6:.2f} M" for k, v in counts.items())
+    say(f"{sum(counts.values()) / 1e6:.2f} M parameters ({parts})")
+    say(f"{recipe.schedule.tokens / 1e6:,.2f} M training tokens in {recipe.schedule.total:,} steps")
+    header, *rows = recipe.model.table()
+    layers = Table(*header, box=None)
+    for row in rows:
+        layers.add_row(*row)
+    say(layers)
+    table = Table(Column("field", no_wrap=True), "value", "meaning", box=None)
+    explained = meanings(Recipe)
+    for name, value in fields_of(recipe).items():
+        if "." in name:
+            table.add_row(name, f"{value:g}" if isinstance(value, float) else str(value), explained[name])
+    say(table)
+    if given.plot is not None:
+        with file_errors(given.plot):
+            write_atomic(given.plot, schedule_svg(recipe).encode())
+        say(f"schedules drawn in {given.plot}")
+    return 0
+
+
+# -------------------------------------------------------------------- data
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Fetch, clean, split and encode the pocket corpus. Quick when it is already there."""
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Check every token file against its sha256."""
+
+    folder: Annotated[Path | None, tyro.conf.Positional, unset("PATH")] = None
+    """A folder made by `speedrun data encode` or `speedrun data fetch`; default: the pocket corpus."""
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Download the tokens of the short and medium tracks: 200 MB per chunk of 100 M. Continues where it stopped."""
+
+    dataset: Annotated[str, tyro.conf.Positional]
+    """fineweb10B."""
+    chunks: Annotated[int | None, unset("INT")] = None
+    """How many training chunks, 1 to 103; default: what the recipe needs."""
+    recipe: Annotated[str | None, unset("STR")] = None
+    """For which recipe; default: the one that `speedrun train` takes."""
+    track: Annotated[str | None, unset("STR")] = None
+    """At the size of which track, short or medium; default: short."""
+
+
+@dataclass(frozen=True)
+class Encode:
+    """Turn your own text into a token folder for `speedrun train --data`."""
+
+    files: Annotated[tuple[Path, ...], tyro.conf.Positional, unset("PATH ...")]
+    """Text files, .jsonl files with a text field, or folders of them."""
+    out: Path
+    """The token folder to make."""
+    tokenizer: str = "pocket"
+    """`pocket`, `gpt2`, or the path of a tokenizer.json."""
+    val_fraction: float = 0.05
+    """Share of the documents that become the validation split."""
+    processes: Annotated[int | None, unset("INT")] = None
+    """Worker processes; default: one per usable core. Does not change the result."""
+
+
+def data(args: Sequence[str]) -> int:
+    actions: dict[str, Callable[[Sequence[str]], int]] = {
+        "prepare": _prepare,
+        "fetch": _fetch,
+        "verify": _verify,
+        "encode": _encode,
+    }
+    return dispatch("speedrun data", actions, args, "Prepare, fetch, verify and make token folders.")
+
+
+def _prepare(args: Sequence[str]) -> int:
+    parse(Prepare, "data prepare", args)
+    return _describe(pocket.prepare(notice=say))
+
+
+def _fetch(args: Sequence[str]) -> int:
+    given: Fetch = parse(Fetch, "data fetch", args)
+    if given.dataset != fineweb.NAME:
+        raise UserError(f"Unknown dataset {given.dataset!r}.{nearest(given.dataset, [fineweb.NAME])}")
+    chunks = given.chunks
+    if chunks is None:
+        track = get_track(given.track or "short")
+        if track.locate is not fineweb.load:
+            raise UserError(f"Track {track.name!r} does not use {fineweb.NAME}; choose short or medium.")
+        recipe = get_recipe(given.recipe or default_for(track.name), track.name)
+        tokens = recipe.schedule.tokens
+        chunks = fineweb.chunks_needed(tokens, recipe.schedule.length, recipe.loader)
+        say(f"{recipe.name} at {recipe.track} size trains on {tokens:,} tokens: {chunks} chunks")
+    elif given.recipe or given.track:
+        raise UserError(f"--chunks {chunks} says it already; drop --recipe and --track.")
+    folder = fineweb.fetch(chunks, console=console)
+    try:
+        folder = fineweb.add_tokenizer(folder)
+    except UserError as e:  # the tokens are complete without it
+        say(f"no tokenizer.json, so `speedrun sample` will not work for these tokens: {e}")
+    return _describe(folder)
+
+
+def _verify(args: Sequence[str]) -> int:
+    given: Verify = parse(Verify, "data verify", args)
+    tokens = TokenFolder.read(given.folder) if given.folder else pocket.load()
+    tokens.verify()
+    return _describe(tokens)
+
+
+def _encode(args: Sequence[str]) -> int:
+    given: Encode = parse(Encode, "data encode", args)
+    tokens = encode.encode_files(
+        given.files,
+        given.out,
+        given.tokenizer,
+        val_fraction=given.val_fraction,
+        processes=given.processes,
+        notice=say,
+    )
+    return _describe(tokens)
+
+
+def _describe(tokens: TokenFolder) -> int:
+    for name, file in sorted(tokens.files.items()):
+        say(f"{name:18}  {file.tokens:>13,} tokens  sha256 {file.sha256[:16]}…")
+    say(f"good: {tokens.path}")
+    return 0
+
+
+# -------------------------------------------------------------------- sample, doctor, sweep
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Write text with a trained model."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """A run folder."""
+    prompt: str = ""
+    """How the text begins."""
+    tokens: int = 200
+    """Longest continuation, in tokens; it ends earlier where the model ends the document."""
+    temperature: float = 0.8
+    """How much chance there is in the choice; 0 always takes the likeliest token."""
+    top_k: Annotated[int | None, tyro.conf.arg(metavar="INT|None")] = 50
+    """Choose among so many likeliest tokens; None: all."""
+    seed: int = 0
+    """Another seed, another text."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:N or mps."""
+    threads: Annotated[int | None, unset("INT")] = None
+    """CPU threads; default: all usable cores."""
+
+
+def sample(args: Sequence[str]) -> int:
+    given: Sample = parse(Sample, "sample", args)
+    machine = choose(given.device, "float32", given.threads, "sdpa")
+    model, tokenizer, _ = sample_room.load_model(given.run, machine.device)
+    text = sample_room.sample_text(
+        model,
+        tokenizer,
+        given.prompt,
+        tokens=given.tokens,
+        temperature=given.temperature,
+        top_k=given.top_k,
+        seed=given.seed,
+    )
+    print(text)
+    return 0
+
+
+def doctor(args: Sequence[str]) -> int:
+    given: Machinery = parse(Machinery, "doctor", args, about="What this machine will use and why; what is missing.")
+    findings = doctor_room.examine(given.device, given.dtype, given.threads, given.attention)
+    width = max(len(finding.what) for finding in findings)
+    for f in findings:
+        say(f"ok  {f.what:{width}}  {f.chosen} ({f.why})" if f.good else f"--  {f.what:{width}}  {f.chosen}: {f.why}")
+    return 0

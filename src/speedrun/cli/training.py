@@ -1,0 +1,301 @@
+"""`speedrun train`: what can be asked, what is said at the end."""
+
+import dataclasses
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from speedrun import sample as sample_room
+from speedrun.cli.words import grid, option, parse, say, with_value
+from speedrun.data.loader import LoaderConfig
+from speedrun.errors import UserError
+from speedrun.model.gpt import GPTConfig
+from speedrun.optim.config import OptimConfig
+from speedrun.options import unset
+from speedrun.recipes import DEFAULT, default_for, get_recipe
+from speedrun.tracks import Track, get_track, own_track
+from speedrun.train import dryrun
+from speedrun.train import run as run_room
+from speedrun.train.config import Recipe, ValidationConfig, recipe_from_dict
+from speedrun.train.device import CompilerConfig, Machine, choose
+from speedrun.train.distributed import PATIENCE, is_first, launch, may_restart, ranks, restarted
+from speedrun.train.loop import Options
+from speedrun.train.runlog import read_result
+from speedrun.train.schedule import ScheduleConfig
+
+PARTS = ("model", "loader", "optim", "schedule", "validation", "compiler")
+
+
+@dataclass(frozen=True)
+class Machinery:
+    """Where and how it is computed; shared by the commands that compute."""
+
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:N or mps."""
+    dtype: str = "auto"
+    """auto, float32 or bfloat16: the arithmetic of matmuls."""
+    threads: Annotated[int | None, unset("INT")] = None
+    """CPU threads; default: all usable cores."""
+    attention: str = "auto"
+    """auto, fa3 (Flash Attention 3), flex (FlexAttention) or sdpa (PyTorch's own)."""
+
+    def choose(self, head_width: int | None = None) -> Machine:
+        return choose(self.device, self.dtype, self.threads, self.attention, head_width)
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train one model; leaves a run folder."""
+
+    recipe: str = DEFAULT
+    """Which recipe; `speedrun recipes` lists them."""
+    track: str = "pocket"
+    """Which track; `speedrun tracks` lists them. With --data: at the size of which track."""
+    data: Annotated[Path | None, unset("PATH")] = None
+    """A folder made by `speedrun data encode`, instead of a track's tokens."""
+    target: Annotated[float | None, unset("FLOAT")] = None
+    """With --data: the validation loss to reach, in nats per token; default: none."""
+    seed: int = 0
+    """Draws the initial weights and the order of documents."""
+    out: Annotated[Path | None, unset("PATH")] = None
+    """Run folder; default: a new one under runs/."""
+    resume: Annotated[str | None, unset("PATH|auto")] = None
+    """A run folder to continue, with the flags it was started with.
+    `auto`: the one at --out, or else the newest unfinished one under runs/ that fits; a new run if there is none."""
+    checkpoint_every: Annotated[int | None, unset("INT")] = None
+    """Steps between checkpoints, inside the clock; 0: only at the end; default: at each validation."""
+    keep: int = 2
+    """Checkpoints kept on disk."""
+    micro_rows: Annotated[int | None, unset("INT")] = None
+    """Rows per forward pass; default: the whole batch. Halves itself when memory runs out."""
+    compile: bool = True
+    """Use torch.compile where it works."""
+    save: bool = True
+    """Write the trained model at the end (outside the clock)."""
+    sample: bool = True
+    """Show a little text from the model at the end."""
+    shadow: bool = False
+    """Also measure the loss on the shadow split at the end, outside the clock: for proof, never for tuning."""
+    plan: Annotated[str | None, unset("SHA256")] = None
+    """Set by `speedrun race`: the sha256 of the plan that this run belongs to."""
+    nproc: int = 1
+    """Processes on this machine that train together. For several machines: `torchrun ... -m speedrun train`."""
+    max_restarts: int = 0
+    """With --nproc: how often a run that lost a process goes on by itself, from its last checkpoint."""
+    patience: float = PATIENCE
+    """With several processes: seconds that they wait for one that hangs; four times as long while they compile."""
+    backend: str = "auto"
+    """With several processes: auto, gloo or nccl."""
+    order: str = "eager"
+    """With several processes: in which order a step exchanges and computes: eager, interleaved or plain."""
+    trace: int = 0
+    """Record what every process does in so many steps, as trace.json in the run folder. `--trace` alone: 20 steps."""
+    dry_run: bool = False
+    """Train nothing and write nothing: say what the run would be, its memory and time, and whether it fits (exit code
+    0) or not (2). `--dry-run` alone will do."""
+    machine: Annotated[Machinery, tyro.conf.arg(name="")] = field(default_factory=Machinery)
+    model: GPTConfig = field(default_factory=GPTConfig)
+    """The network."""
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
+    """How tokens become rows."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """The optimizers."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """Steps, batch and learning rate over time."""
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    """When and how the validation loss is measured."""
+    compiler: CompilerConfig = field(default_factory=CompilerConfig)
+    """What torch.compile is told beside the model."""
+
+    @classmethod
+    def from_recipe(cls, recipe: Recipe, **given: Any) -> "Train":
+        parts = {name: getattr(recipe, name) for name in PARTS}
+        return cls(**{"recipe": recipe.name, "track": recipe.track, **parts, **given})
+
+    @classmethod
+    def from_run(cls, path: Path) -> tuple[Recipe, "Train"]:
+        """The recipe and the flags that the run in a folder was started with."""
+        about = run_room.read_description(path)
+        recipe, options = recipe_from_dict(about["recipe"]), about["options"]
+        kept = {k: options[k] for k in ("seed", "compile", "checkpoint_every", "keep", "micro_rows") if k in options}
+        kept |= {"save": options.get("final_checkpoint", True), "machine": Machinery(threads=about["threads"])}
+        kept |= {"shadow": "shadow" in options.get("splits", ()), "plan": options.get("plan")}
+        if about["track"] == "own":
+            kept |= {"data": Path(about["data"]["folder"]), "target": about["target"]}
+        else:
+            kept["track"] = about["track"]
+        return recipe, cls.from_recipe(recipe, **kept)
+
+    def resolved(self, base: Recipe) -> Recipe:
+        return dataclasses.replace(base, **{name: getattr(self, name) for name in PARTS})
+
+
+def train(args: Sequence[str]) -> int:
+    args = with_value(with_value(args, "dry-run"), "trace", "20")
+    resume = option(args, "resume")
+    folder = Path(resume) if resume and resume != "auto" else None
+    if folder:
+        base, default = Train.from_run(folder)
+    else:
+        track_name = get_track(option(args, "track") or "pocket").name
+        base = get_recipe(option(args, "recipe") or default_for(track_name), track_name)
+        default = Train.from_recipe(base)
+    given: Train = parse(Train, "train", args, default, "Train one model to a track's target; leaves a run folder.")
+    recipe = given.resolved(base)
+    if folder and given.out:
+        raise UserError(f"--out {given.out} does not go with --resume {folder}: a run stays in its folder; drop --out.")
+    for name in ("recipe", "track") if folder else ():
+        old, new = getattr(default, name), getattr(given, name)
+        if old != new:
+            raise UserError(f"{folder} was started with --{name} {old}, not {new}; drop that, or start a new run.")
+    if given.target is not None and given.data is None:
+        raise UserError(f"--target {given.target} goes with --data; the target of track {given.track!r} is fixed.")
+    track = own_track(given.data, given.target) if given.data else get_track(given.track)
+    if given.max_restarts and given.nproc == 1 and ranks() == 1:
+        raise UserError(f"--max-restarts {given.max_restarts} goes with --nproc; one process is resumed with --resume.")
+    if given.nproc != 1 and ranks() == 1 and not given.dry_run:
+        if given.max_restarts and not (given.out or given.resume):  # the next attempt must find the run
+            args = [*args, "--out", str(run_room.new_run_path(recipe, track, given.seed))]
+        return launch(given.nproc, args, given.max_restarts)
+    return run_training(given, recipe, track)
+
+
+def run_training(given: Train, recipe: Recipe, track: Track) -> int:
+    every = recipe.validation.every if given.checkpoint_every is None else given.checkpoint_every
+    for name, least in (("checkpoint_every", 0), ("keep", 1), ("micro_rows", 1), ("trace", 0)):
+        value = getattr(given, name)
+        if value is not None and value < least:
+            raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}.")
+    if not 0 <= given.seed < 2**63:
+        raise UserError(f"--seed is {given.seed}; it must lie between 0 and 2**63 - 1.")
+    options = Options(
+        given.seed,
+        given.compile,
+        every,
+        given.keep,
+        given.save,
+        given.micro_rows,
+        splits=("val", "shadow") if given.shadow else ("val",),
+        plan=given.plan,
+        patience=given.patience,
+        backend=given.backend,
+        order=given.order,
+        trace=given.trace,
+    )
+    machine = given.machine.choose(recipe.model.head_width)
+    if given.dry_run:
+        if given.resume:
+            raise UserError(f"--dry-run does not go with --resume {given.resume}: it tells of a new run; drop one.")
+        return dry_run(dryrun.examine(recipe, track, machine, options, given.out or Path("runs")))
+    where: Path | None = None
+    if may_restart() and not (given.out or given.resume):
+        raise UserError("With restarts every attempt must find the run: pass --out FOLDER.")
+    if restarted() and given.out and (given.out / "run.json").exists():
+        if (given.out / "result.json").exists() and read_result(given.out)["status"] != "interrupted":
+            return 1  # it had ended already, and has said how; torchrun starts again whatever ended with 1
+        where = given.out
+    elif given.resume == "auto":
+        where = given.out if given.out and (given.out / "run.json").exists() else None
+        where = where or (None if given.out else run_room.newest_unfinished(recipe, track, given.seed, say))
+        if where is None:
+            say("nothing to resume: starting a new run")
+    elif given.resume:
+        where = Path(given.resume)
+    if where is not None:
+        outcome = run_room.resume(where, recipe, track, machine, options)
+    else:
+        outcome = run_room.start(recipe, track, machine, options, out=given.out)
+    if not is_first():
+        return 0 if outcome.result["status"] == "ok" else 1
+    return summarize(outcome, given, machine.device)
+
+
+def summarize(outcome: run_room.Outcome, given: Train, device: Any) -> int:
+    """What happened, in a few lines. Exit code 0 only for a run that ended well and reached its target, if any."""
+    result, target = outcome.result, outcome.target
+    if result["status"] == "interrupted":
+        again = ["speedrun", "train", "--resume", str(outcome.folder)]
+        for name in ("device", "dtype", "attention"):
+            value = getattr(given.machine, name)
+            again += [] if value == "auto" else [f"--{name}", value]
+        say(f"Stopped and saved. To continue:\n  {shlex.join(again)}")
+        return 128 + int(result["reason"].removeprefix("signal "))
+    if result["status"] == "failed":
+        say(f"Failed: {result['reason']}; a lower learning rate may help (--optim.lr is {given.optim.lr:g}).")
+        say(f"run folder   {outcome.folder}")
+        return 1
+    loss = result["val_loss"]
+    if target is not None:
+        verdict = "reached" if outcome.reached else "NOT reached"
+        say(f"\ntarget       {target:g} {verdict}: validation loss {loss:.4f}")
+    else:
+        say(f"\nloss         {loss:.4f} on the validation split (no target)")
+    timed = "" if result["timed"] else " (resumed, so not a time that counts)"
+    say(f"trained      {result['train_time']:.1f} s on the clock{timed}, {result['steps']:,} steps")
+    say(f"tokens       {result['tokens']:,}, {result['tokens_per_second']:,.0f} per second")
+    say(f"peak memory  {', '.join(f'{v:,.0f} MiB {k}' for k, v in result['peak_memory'].items())}")
+    if given.sample and given.save and (outcome.folder / "tokenizer.json").exists():
+        model, tokenizer, _ = sample_room.load_model(outcome.folder, device)
+        text = sample_room.sample_text(model, tokenizer, "The ", tokens=60, temperature=0.8, top_k=50, seed=0)
+        say("sample       " + " ".join(text.split()))
+    say(f"run folder   {outcome.folder}")
+    return 0 if target is None or outcome.reached else 1
+
+
+def dry_run(found: dryrun.DryRun) -> int:
+    """Everything known beforehand, in tables; what does not fit comes last, as an error."""
+    size, recipe, memory = dryrun.gib, found.recipe, found.memory
+
+    def over(values: Iterable[float]) -> str:
+        return " > ".join(f"{value:.4g}" for value in values) or "-"
+
+    count = sum(kind.parameters for kind in found.kinds)
+    say(f"{recipe.name} at {recipe.track} size: {count / 1e6:.2f} M parameters, nothing is trained\n")
+    rows = [("parameters", "trained by", "tensors", "number", "learning rate", "weights", "state")]
+    for k in found.kinds:
+        rate = f"{k.lr:.4g}" + (f" ({k.multiplier:.4g}x)" if round(k.multiplier, 9) != 1 else "")
+        rows.append((k.kind, k.optimizer, f"{k.tensors}", f"{k.parameters:,}", rate, size(k.weights), size(k.state)))
+    grid(rows)
+    if recipe.optim.snoo.k:
+        say(f"Snoo around all of them, every {recipe.optim.snoo.k} steps; the state holds its copies.")
+    say(f"\n{recipe.schedule.tokens:,} training tokens in {recipe.schedule.total:,} steps")
+    rows = [("steps", "rows x length", "windows", "lr factor", "momentum", "loss weights", "head")]
+    for s in found.spans:
+        windows = "-" if s.windows is None else f"{s.windows.short}, {s.windows.long}"
+        weights = ", ".join(over(dict.fromkeys(pair)) for pair in s.predict)
+        head = "tied" if recipe.model.tied and (s.tied or not recipe.model.split) else "its own"
+        head += ", then split" if s.splits else ""
+        steps = f"{s.first}-{s.last}"
+        rows.append((steps, f"{s.rows} x {s.length}", windows, over(s.lr), over(s.momentum), weights, head))
+    grid(rows)
+    say("\nmemory")
+    grid(
+        [
+            ("weights", size(memory.weights), "with rotary tables"),
+            ("gradients", size(memory.gradients), ""),
+            ("optimizer state", size(memory.optimizer), "when it is fullest"),
+            ("copy of weights", size(memory.warm_up), "during the warm-up"),
+            ("this program", size(memory.process), ""),
+            ("activations", size(memory.activations), f"estimate for {memory.rows} rows at once, not compiled"),
+            ("validation", size(memory.validation), "estimate, not at the same time as activations"),
+            ("together", size(memory.total), "of " + ("?" if not found.memory_there else size(found.memory_there))),
+        ]
+    )
+    say(f"\ndisk         {found.checkpoints} x {size(found.checkpoint)} of checkpoints, {size(found.disk_free)} free")
+    per_token = found.flops / recipe.schedule.tokens
+    say(f"arithmetic   {per_token / 1e9:.3g} GFLOP per token, {found.flops:.3g} FLOP in all, without the optimizer's")
+    say(f"matmuls      {found.flops_per_second / 1e9:,.0f} GFLOP/s, measured here just now")
+    valid = found.validation_seconds
+    beside = "" if valid is None else f", and about {dryrun.duration(valid)} for validation outside the clock"
+    say(f"time         about {dryrun.duration(found.seconds)}{beside}")
+    say(f"             (an estimate: a training step gets about {dryrun.ATTAINABLE:g} of the speed of bare matmuls)")
+    for note in found.notes:
+        say(f"note         {note}")
+    if found.problems:
+        raise UserError("This run does not fit: " + " ".join(found.problems))
+    say("fits         as far as can be known beforehand")
+    return 0

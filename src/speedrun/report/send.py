@@ -1,0 +1,172 @@
+"""Hand what a run measured to a tracker: TensorBoard, Weights & Biases or trackio.
+
+speedrun send runs/NAME --to tensorboard
+speedrun send runs/NAME --to wandb --project mine --follow
+
+It reads the run folder, so it can be done at any time: while the run goes on (`--follow`, in another terminal), after
+it, or for every run of a race. Training knows nothing of it and cannot be slowed down or broken by a tracker.
+"""
+
+import importlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import tyro
+
+from speedrun.errors import UserError, nearest
+from speedrun.report.compare import tokens_by_step
+from speedrun.train.config import fields_of, recipe_from_dict
+from speedrun.train.runlog import RESULT, read_metrics, read_result, read_run
+
+Say = Callable[[str], Any]
+Values = dict[str, float]
+PAUSE = 2.0  # seconds between two looks at a run that goes on
+
+
+class Tracker(Protocol):
+    def log(self, step: int, values: Values, seconds: float) -> None: ...
+
+    def finish(self, summary: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Send:
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...")]
+    """Run folders."""
+    to: str
+    """tensorboard, wandb or trackio."""
+    project: str = "speedrun"
+    """What the tracker files the runs under."""
+    out: Path = Path("tracked")
+    """Where tensorboard's event files, and what wandb keeps, are put."""
+    follow: bool = False
+    """Go on until the run ends. `--follow` alone will do."""
+
+
+# -------------------------------------------------------------------- trackers
+
+
+def load(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as e:
+        raise UserError(f"{package} is not installed; `pip install {package}` will do.") from e
+
+
+class Tensorboard:
+    """Event files that `tensorboard --logdir` shows."""
+
+    def __init__(self, given: Send, name: str, about: dict[str, Any]) -> None:
+        load("tensorboard", "tensorboard")
+        folder = given.out / given.project / name
+        if folder.exists():
+            raise UserError(f"{folder} exists already, and sending twice would double its curves; delete it first.")
+        self.writer = load("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder))
+        self.began = datetime.fromisoformat(about["started"]).timestamp()
+        rows = "\n".join(f"| {k} | {v} |" for k, v in config_of(about).items())
+        self.writer.add_text("recipe", f"| field | value |\n|---|---|\n{rows}", walltime=self.began)
+
+    def log(self, step: int, values: Values, seconds: float) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step, walltime=self.began + seconds)
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        self.writer.add_text("result", "\n".join(f"- {k}: {v}" for k, v in summary.items()))
+        self.writer.close()
+
+
+class Wandb:
+    """`WANDB_MODE=offline` keeps it on this machine, as wandb itself documents."""
+
+    def __init__(self, given: Send, name: str, about: dict[str, Any]) -> None:
+        module = load("wandb", "wandb")
+        given.out.mkdir(parents=True, exist_ok=True)
+        self.run = module.init(project=given.project, name=name, config=config_of(about), dir=str(given.out))
+
+    def log(self, step: int, values: Values, seconds: float) -> None:
+        self.run.log({**values, "seconds": seconds}, step=step)
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        self.run.summary.update(summary)
+        self.run.finish()
+
+
+class Trackio:
+    def __init__(self, given: Send, name: str, about: dict[str, Any]) -> None:
+        self.module = load("trackio", "trackio")
+        self.module.init(project=given.project, name=name, config=config_of(about))
+
+    def log(self, step: int, values: Values, seconds: float) -> None:
+        self.module.log({**values, "seconds": seconds}, step=step)
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        self.module.finish()
+
+
+TRACKERS: dict[str, Callable[[Send, str, dict[str, Any]], Tracker]] = {
+    "tensorboard": Tensorboard,
+    "wandb": Wandb,
+    "trackio": Trackio,
+}
+
+
+# -------------------------------------------------------------------- what is sent
+
+
+def config_of(about: dict[str, Any]) -> dict[str, Any]:
+    """The recipe, flat, and where it ran: what a tracker's table filters by."""
+    fields = {k: str(v) if isinstance(v, tuple) else v for k, v in fields_of(recipe_from_dict(about["recipe"])).items()}
+    return {"recipe": about["recipe"]["name"], "track": about["track"], "seed": about["seed"], **fields}
+
+
+def measured(folder: Path) -> Iterator[tuple[int, Values, float]]:
+    """(steps done, values, seconds on the clock), in the order of the run."""
+    schedule = recipe_from_dict(read_run(folder)["recipe"]).schedule
+    lines = read_metrics(folder)
+    tokens = tokens_by_step(schedule, max((m["step"] for m in lines), default=0))
+    seconds = 0.0
+    for m in lines:
+        done = m["step"] + (m["kind"] != "val")
+        seconds = m.get("time", seconds)
+        if m["kind"] == "train":
+            values = {"train/loss": m["loss"], "train/lr": m["lr"]}
+        elif m["kind"] == "val":
+            values = {f"{split}/loss": loss for split, loss in m["losses"].items()}
+        else:
+            values = {f"{m['kind']}/{k}": v for k, v in m.items() if k != "step" and type(v) in (int, float)}
+        yield done, {**values, "tokens": float(tokens[done])}, seconds
+
+
+def run(given: Send, say: Say) -> int:
+    if given.to not in TRACKERS:
+        raise UserError(f"--to is {given.to!r}; it can be {', '.join(TRACKERS)}.{nearest(given.to, TRACKERS)}")
+    if not given.runs:
+        raise UserError("No run folder was named; `speedrun send runs/NAME --to tensorboard` sends one.")
+    if given.follow and len(given.runs) > 1:
+        raise UserError(f"--follow goes with one run, not with {len(given.runs)}; start one command for each.")
+    told = [(folder, read_run(folder)) for folder in given.runs]
+    for folder, about in told:
+        tracker = TRACKERS[given.to](given, folder.resolve().name, about)
+        sent = send(folder, tracker, given.follow)
+        say(f"{folder}: {sent:,} measurements sent to {given.to}")
+    return 0
+
+
+def send(folder: Path, tracker: Tracker, follow: bool) -> int:
+    """Everything that was measured, and with `follow` what is measured until the run ends."""
+    sent = 0
+    while True:
+        ended = (folder / RESULT).exists()  # asked first: what comes between the two looks is read by the next one
+        for step, values, seconds in list(measured(folder))[sent:]:
+            tracker.log(step, values, seconds)
+            sent += 1
+        if ended or not follow:
+            break
+        time.sleep(PAUSE)
+    result = read_result(folder) if ended else {"status": "unfinished"}
+    tracker.finish({k: v for k, v in result.items() if isinstance(v, str | int | float)})
+    return sent
