@@ -3,8 +3,8 @@
     python scripts/faults.py                    # 20 runs of three processes, about ten minutes
     python scripts/faults.py --runs 5 --ranks 2 --seed 7
 
-Real runs of the `interleaved` recipe on the pocket track, small and short, with restarts on. Losses are compared bit
-for bit. Needs Linux: the processes are found through /proc.
+Real runs of the `interleaved` recipe on tokens of the pocket track, small and short, with restarts on. Losses are
+compared bit for bit. Needs Linux: the processes are found through /proc.
 """
 
 import argparse
@@ -19,7 +19,11 @@ import tempfile
 import time
 from pathlib import Path
 
+from speedrun.data.shards import TokenFolder, open_shard, write_shard
+from speedrun.tracks import get_track
+
 STEPS = 40
+VALIDATED = 8_192  # tokens: the whole split would take longer than the run
 FLAGS = [
     "--recipe", "interleaved", "--compile", "False", "--threads", "1", "--schedule.steps", str(STEPS - 4),
     "--schedule.extension", "4", "--schedule.batch-ramp", "3", "6", "9", "--schedule.length", "64",
@@ -30,8 +34,20 @@ FLAGS = [
 ]  # fmt: skip
 
 
-def start(folder: Path, ranks: int, log: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "speedrun", "train", *FLAGS, "--out", str(folder), "--nproc", str(ranks)]
+def few_tokens(folder: Path) -> Path:
+    """The pocket track's training tokens with a short validation split."""
+    whole = get_track("pocket").locate()
+    folder.mkdir()
+    for split, most in (("train", None), ("val", VALIDATED)):
+        write_shard(folder / f"{split}_000000.bin", open_shard(whole.shards(split)[0])[:most])
+    shutil.copyfile(whole.tokenizer_path, folder / "tokenizer.json")
+    TokenFolder.describe(folder, tokenizer="pocket", vocab_size=whole.vocab_size, bos=whole.bos)
+    return folder
+
+
+def start(data: Path, folder: Path, ranks: int, log: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "speedrun", "train", *FLAGS, "--data", str(data), "--out", str(folder)]
+    command += ["--nproc", str(ranks)]
     with open(log, "w") as f:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         return subprocess.Popen([*command, "--max-restarts", "3"], stdout=f, stderr=f, env=environment)
@@ -67,13 +83,14 @@ def main() -> None:
     draw = random.Random(args.seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        assert start(folder / "whole", args.ranks, folder / "log").wait() in (0, 1), (folder / "log").read_text()
+        data = few_tokens(folder / "tokens")
+        assert start(data, folder / "whole", args.ranks, folder / "log").wait() in (0, 1), (folder / "log").read_text()
         expected = losses(folder / "whole")
         assert len(expected) == STEPS + 1, "all steps and the final validation"
         same = 0
         for number in range(1, args.runs + 1):
             rank, step = draw.randrange(args.ranks), draw.randrange(1, STEPS - 3)
-            run = start(folder / "run", args.ranks, folder / "log")
+            run = start(data, folder / "run", args.ranks, folder / "log")
             while steps_done(folder / "run") < step and run.poll() is None:
                 time.sleep(0.005)
             os.kill(process_of(rank, run.pid), signal.SIGKILL)
