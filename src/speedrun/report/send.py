@@ -128,9 +128,10 @@ def measured(folder: Path) -> Iterator[tuple[int, Values, float]]:
     schedule = recipe_from_dict(read_run(folder)["recipe"]).schedule
     lines = read_metrics(folder)
     tokens = tokens_by_step(schedule, max((m["step"] for m in lines), default=0))
-    seconds = 0.0
+    done, seconds = 0, 0.0
     for m in lines:
-        done = m["step"] + (m["kind"] != "val")
+        if m["kind"] in ("train", "val"):  # telemetry belongs to the steps done so far: trackers want steps in order
+            done = m["step"] + (m["kind"] == "train")
         seconds = m.get("time", seconds)
         if m["kind"] == "train":
             values = {"train/loss": m["loss"], "train/lr": m["lr"]}
