@@ -96,10 +96,10 @@ def main() -> None:
             os.kill(process_of(rank, run.pid), signal.SIGKILL)
             run.wait()
             log = (folder / "log").read_text()
-            again = [line for line in log.splitlines() if line.startswith("resumed at step")]
+            again = [line for line in log.splitlines() if line.startswith("--- resumed from step")]
             good = losses(folder / "run") == expected and bool(again)
             same += good
-            print(f"{number:3}  rank {rank} killed after step {step:2}: {again[-1] if again else 'never resumed'}; "
+            print(f"{number:3}  rank {rank} killed after step {step:2}: {again[-1].strip('- ') if again else 'never resumed'}; "
                   f"{'the same bits' if good else 'OTHER LOSSES'}", flush=True)  # fmt: skip
             if not good:
                 print(log)
