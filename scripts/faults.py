@@ -99,7 +99,8 @@ def main() -> None:
             again = [line for line in log.splitlines() if line.startswith("--- resumed from step")]
             good = losses(folder / "run") == expected and bool(again)
             same += good
-            print(f"{number:3}  rank {rank} killed after step {step:2}: {again[-1].strip('- ') if again else 'never resumed'}; "
+            what = again[-1].strip("- ") if again else "never resumed"
+            print(f"{number:3}  rank {rank} killed after step {step:2}: {what}; "
                   f"{'the same bits' if good else 'OTHER LOSSES'}", flush=True)  # fmt: skip
             if not good:
                 print(log)
