@@ -79,6 +79,20 @@ def test_gradients_block_by_block_are_those_of_the_definition(packed) -> None:
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize(("B", "T", "window"), [(1, 700, 20), (2, 333, 70), (3, 5 * WIDE, 2 * WIDE), (1, 40, 0)])
+def test_long_rows_in_pieces_are_the_same_rows(B, T, window, monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = numbered(B, T, 3)
+    results = []
+    for limit in (2**40, 2**10):  # whole, and as many pieces as there can be
+        monkeypatch.setattr(attention, "PIECE_BYTES", limit)
+        q, k, v = some(B, T, 2, 4, 7, grad=True)
+        y = attend_locally(q, k, v, documents_BT=documents, window=window)
+        y.square().sum().backward()
+        results.append((y, q.grad, k.grad, v.grad))
+    for whole, pieced in zip(*results, strict=True):
+        torch.testing.assert_close(pieced, whole)
+
+
 def test_a_window_of_one_sees_the_token_and_the_one_before() -> None:
     q, k, v = some(1, 100, 1, 4, 0)
     one = attend(q, k, v, window=1)

@@ -205,6 +205,11 @@ def local(T: int, window: int) -> bool:
     return 3 * max(window, MIN_BLOCK) < T
 
 
+# Blocks are attended in pieces whose mask, as floats, has at most so many bytes: larger ones do not stay in the
+# allocator, and touching fresh memory every time is slow.
+PIECE_BYTES = 2**24
+
+
 def split(x: Tensor, block: int) -> Tensor:
     """(B, T, ...) -> (B, n, block, ...), filled up at the end."""
     n = math.ceil(x.shape[1] / block)
@@ -248,12 +253,22 @@ def attend_locally(
     block, before = blocks_of(window)
     if mask is None:
         mask = local_mask(T, q_BTHK.device, documents_BT, window)
-    q = split(q_BTHK, block)
+    q, k, v = (split(x, block) for x in (q_BTHK, k_BTHK, v_BTHK))
     n = q.shape[1]
-    k, v = (with_blocks_before(split(x, block), before) for x in (k_BTHK, v_BTHK))
     if len(mask) != B * n:
         mask = mask.repeat(B, 1, 1, 1)
-    y = attend_masked(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), mask=mask, causal=False, scale=scale)
+    mask = mask.view(B, n, *mask.shape[1:])
+    pieces = max(1, min(n // max(1, before), -(-4 * mask.numel() // PIECE_BYTES)))
+    parts = [x.tensor_split(pieces, dim=1) for x in (q, k, v, mask)]
+    found = []
+    for i, (here, *near, seen) in enumerate(zip(*parts, strict=True)):
+        # The first blocks of a piece also see the last ones of the piece before.
+        ends = [parts[j][i - 1][:, -before:] for j in (1, 2)] if i and before else []
+        longer = [torch.cat(pair, dim=1) for pair in zip(ends, near, strict=True)] if ends else near
+        keys, values = (with_blocks_before(x, before)[:, before if ends else 0 :].flatten(0, 1) for x in longer)
+        y = attend_masked(here.flatten(0, 1), keys, values, mask=seen.flatten(0, 1), causal=False, scale=scale)
+        found.append(y.unflatten(0, here.shape[:2]))
+    y = found[0] if pieces == 1 else torch.cat(found, dim=1)
     return y.reshape(B, n * block, H, K)[:, :T]
 
 
