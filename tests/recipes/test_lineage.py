@@ -7,6 +7,7 @@ import pytest
 
 from speedrun.data.shards import TokenFolder
 from speedrun.model.gpt import count_parameters
+from speedrun.race.ablate import switches_of
 from speedrun.recipes import LINEAGE, get_recipe
 from speedrun.train.config import Recipe, recipe_from_dict, to_dict, with_fields
 from speedrun.train.device import choose
@@ -51,8 +52,11 @@ def tiny(name: str) -> Recipe:
 
 
 def train(name: str, tokens: TokenFolder, folder: Path) -> list[float]:
-    recipe = tiny(name)
-    run = RunFolder.create(folder, {"recipe": name}, console=lambda line: None)
+    return losses_of(tiny(name), tokens, folder)
+
+
+def losses_of(recipe: Recipe, tokens: TokenFolder, folder: Path) -> list[float]:
+    run = RunFolder.create(folder, {"recipe": recipe.name}, console=lambda line: None)
     options = Options(compile=False, final_checkpoint=False)
     trainer = Trainer(
         recipe, tokens, choose("cpu", "float32", 1), options, run, Report(recipe.schedule.total, quiet=True)
@@ -137,3 +141,41 @@ def test_only_the_earlier_medium_stack_tunes_its_kernels() -> None:
     """The short track has forbidden it since its 21st record; the medium record did not use it."""
     tuned = [(n, t) for n, sizes in LINEAGE.items() for t in sizes if get_recipe(n, t).compiler.coordinate_descent]
     assert tuned == [("medium-before", "medium")]
+
+
+# -------------------------------------------------------------------- switches
+
+
+def five_steps(name: str) -> Recipe:
+    """The tiny recipe with everything that happens on the way happening within five steps."""
+    recipe = tiny(name)
+    changes: dict[str, object] = {"schedule.steps": 5, "schedule.extension": 0}
+    if recipe.schedule.momentum_warmup:
+        changes |= {
+            "schedule.momentum_warmup": 3,
+            "schedule.momentum_cooldown": min(1, recipe.schedule.momentum_cooldown),
+        }
+    if recipe.optim.snoo.k:
+        changes["optim.snoo.k"] = 2
+    if recipe.schedule.split:
+        changes["schedule.split"] = 0.4
+    return with_fields(recipe, changes)
+
+
+def first_with_each_switch() -> list[tuple[str, str]]:
+    """(switch, recipe): every switch that any recipe has on, with the first recipe that has it."""
+    found: dict[str, str] = {}
+    for name, sizes in LINEAGE.items():
+        if "pocket" in sizes:
+            for switch in switches_of(get_recipe(name, "pocket")):
+                found.setdefault(switch, name)
+    return list(found.items())
+
+
+@pytest.mark.parametrize(("switch", "name"), first_with_each_switch())
+def test_turning_a_switch_off_changes_the_loss_within_five_steps(
+    switch: str, name: str, tokens: TokenFolder, tmp_path: Path
+) -> None:
+    recipe = five_steps(name)
+    without = with_fields(recipe, switches_of(recipe)[switch])
+    assert losses_of(recipe, tokens, tmp_path / "on") != losses_of(without, tokens, tmp_path / "off")

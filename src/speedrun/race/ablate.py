@@ -133,7 +133,10 @@ class Ablate:
 def switches_of(recipe: Recipe) -> dict[str, Changes]:
     """The switches that are on, with what turns each off. One that cannot be turned off alone is told apart later."""
     known = fields_of(recipe)
-    return {name: off for name, off in SWITCHES.items() if known[next(iter(off))] != next(iter(off.values()))}
+    on = {name: off for name, off in SWITCHES.items() if known[next(iter(off))] != next(iter(off.values()))}
+    if recipe.optim.matrices == "adam":  # then Muon's fields say nothing
+        on = {name: off for name, off in on.items() if not next(iter(off)).startswith("optim.muon.")}
+    return on
 
 
 def variants(recipe: Recipe, given: Ablate) -> dict[str, Recipe]:
