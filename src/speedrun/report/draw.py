@@ -72,7 +72,7 @@ def short(value: float) -> str:
 
 @dataclass(frozen=True)
 class Series:
-    """One curve. `smooth` points are a line, and `marks` are shown one by one."""
+    """One curve: `points` are joined by a line, `marks` are shown one by one."""
 
     name: str
     color: str

@@ -32,7 +32,7 @@ def race_page(folder: Path) -> str:
     else:
         lead = Lead(verdict["verdict"], f"{verdict['why']}.", MOODS[verdict["verdict"]])
     names = side_names(found.plan)
-    shown, metrics = raced_curves(folder, found.plan, found.rows)
+    shown, metrics = raced_curves(folder, found.rows)
     sections: list[Section | None] = [
         verdict_section(verdict, bad, found) if verdict else None,
         runs_section(found.rows),
@@ -56,7 +56,7 @@ def unfinished_race_page(folder: Path) -> str:
     done = [e for e in plan.entries if (folder / RUNS / e.name / RESULT).exists()]
     rows = [read_row(folder / RUNS / e.name, e) for e in done]
     lead = Lead("unfinished", f"{len(done)} of {len(plan.entries)} planned runs have ended; there is no verdict.", OPEN)
-    shown, metrics = raced_curves(folder, plan, rows)
+    shown, metrics = raced_curves(folder, rows)
     names = side_names(plan)
     sections = (
         [runs_section(rows), losses(shown, names, "The runs so far."), machine(shown, metrics, names)] if rows else []
@@ -78,7 +78,7 @@ def distinct(plan: Plan) -> list[Recipe]:
     return [first, *(recipe for recipe in rest if recipe.schedule != first.schedule)]
 
 
-def raced_curves(folder: Path, plan: Plan, rows: list[Row]) -> tuple[list[Shown], list[list[dict[str, Any]]]]:
+def raced_curves(folder: Path, rows: list[Row]) -> tuple[list[Shown], list[list[dict[str, Any]]]]:
     paths = [folder / RUNS / row["name"] for row in rows]
     read = [
         (Shown(Curve.read(path), *side_look(row["side"])), read_metrics(path))
