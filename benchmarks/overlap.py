@@ -7,7 +7,8 @@ The processes are real and talk through gloo. The link is modelled on top: trans
 hundred bytes on which ranks agree in each step, whose packets pass between those of large ones, and each takes
 bytes / bandwidth once all ranks launched it. Unless --bandwidth says otherwise, communicating in a step takes as long
 as its optimizers compute. All three run in the same processes, one step of each in turn. At the end the simulation says
-what it expects from the times without a slow link.
+what it expects from steps without a slow link: each of them, with what every rank needed for every item, is carried out
+again on paper with the link added.
 """
 
 import argparse
@@ -19,8 +20,9 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,9 +33,10 @@ from torch.nn.parallel import DistributedDataParallel
 from speedrun.model.gpt import GPT
 from speedrun.optim.config import build_optimizer
 from speedrun.optim.interleave import Interleaved, Span
-from speedrun.optim.pipeline import ORDERS, Team
-from speedrun.optim.simulate import Link, measured, simulate
+from speedrun.optim.pipeline import ORDERS, Item, Team
+from speedrun.optim.simulate import Link, Rank, measured, simulate, traffic
 from speedrun.recipes import get_recipe
+from speedrun.train import trace
 from speedrun.train.config import Recipe, with_fields
 
 LENGTH = 128
@@ -97,7 +100,7 @@ class Entrant:
         self.after: list[float] = []  # of what follows its backward pass
         self.waited: list[float] = []  # for transfers
         self.behind: list[float] = []  # for the slowest rank to end its backward pass
-        self.recorded: list[Span] = []  # relative to the end of the backward pass
+        self.recorded: list[tuple[float, list[Span]]] = []  # of each step: the end of its backward pass, what followed
         ids = torch.randint(recipe.model.vocab, (rows, LENGTH), generator=torch.Generator().manual_seed(team.rank))
         self.batch = ids, ids.roll(-1, 1)
         self.forward: Any = self.model
@@ -134,7 +137,8 @@ class Entrant:
         waits = [(s.item == "agreement", s.end - s.start) for s in self.spans if s.kind == "wait"]
         self.waited.append(sum(seconds for agreeing, seconds in waits if not agreeing))
         self.behind.append(sum(seconds for agreeing, seconds in waits if agreeing))
-        self.recorded += [s._replace(start=s.start - middle, end=s.end - middle) for s in self.spans]
+        everything = [Span("compute", "model", "backward", start, middle), *self.spans]
+        self.recorded.append((middle, sorted(everything, key=lambda s: s.start)))
 
     def forget(self) -> None:
         for found in (self.whole, self.after, self.waited, self.behind, self.recorded):
@@ -155,7 +159,6 @@ def worker(rank: int, args: argparse.Namespace, meeting: str) -> None:
     for _ in range(3):
         for entrant in entrants:
             entrant.step()
-    costs, launched, agreeing = {}, {}, {}
     for entrant in sharded:
         entrant.forget()
     team.link.carried.clear()
@@ -164,18 +167,14 @@ def worker(rank: int, args: argparse.Namespace, meeting: str) -> None:
             entrant.step()
     # A rank that launches early waits for the others, so the fastest one tells how long a transfer takes.
     carried = sum(map(min, zip(*team.everybodys(team.link.carried), strict=True))) / args.rounds / len(sharded)
-    for entrant in sharded:
-        optimizer = entrant.optimizer
-        assert isinstance(optimizer, Interleaved)
-        costs[entrant.name] = measured(entrant.recorded, optimizer.items, args.rounds)
-        agreement = [s.end - s.start for s in entrant.recorded if s.item == "agreement"]
-        agreeing[entrant.name] = sum(agreement) / args.rounds
-        launched[entrant.name] = {
-            item.label: statistics.median(s.end for s in entrant.recorded if s[:3] == ("launch", item.label, "reduce"))
-            for item in optimizer.early
-        }
-    sent = sum(c.reduce + c.gather for c in costs["interleaved"].values())
-    computing = statistics.mean(sum(c.compute for c in found.values()) for found in costs.values())
+    quick = {entrant.name: list(zip(*team.everybodys(entrant.recorded), strict=True)) for entrant in sharded}
+    items: list[Item] = sharded[0].optimizer.items  # type: ignore[union-attr]
+    sent = sum(sum(traffic(item)) for item in items)
+    computing = statistics.mean(
+        sum(s.end - s.start for s in spans if s.kind == "compute" and s.item not in ("model", "agreement"))
+        for entrant in sharded
+        for _, spans in entrant.recorded
+    )
     team.link.bandwidth = team.everybodys(args.bandwidth * 1e6 or sent / computing)[0]
     for entrant in entrants:
         entrant.step()
@@ -183,19 +182,21 @@ def worker(rank: int, args: argparse.Namespace, meeting: str) -> None:
     for _ in range(args.rounds):
         for entrant in entrants:
             entrant.step()
+    if args.traces:
+        for entrant in sharded:
+            ranks = trace.collect(team, {k: spans for k, (_, spans) in enumerate(entrant.recorded)})
+            if rank == 0:
+                args.traces.mkdir(parents=True, exist_ok=True)
+                trace.write(args.traces / f"{entrant.name}.json", ranks, {"recipe": recipe.name, "order": entrant.name})
     if rank == 0:
         report(args, entrants, sent, computing, team.link.bandwidth)
         link = Link(sent / (sent / team.link.bandwidth + carried))
         print(f"gloo itself takes {1e3 * carried:.0f} ms of a step, which the modelled link adds to")
-        print("\nforetold from the times without a slow link, from the end of the backward pass to the last arrival:")
+        print("\nforetold from the steps without a slow link, from the end of the backward pass to the last arrival:")
         for entrant in sharded:
-            begun = {label: min(0.0, when) for label, when in launched[entrant.name].items()}
-            items = entrant.optimizer.items  # type: ignore[attr-defined]
-            spans = simulate(ORDERS[entrant.name](items), costs[entrant.name], link, args.ranks, begun)
-            expected = agreeing[entrant.name] + max(s.end for s in spans)
-            waiting = sum(s.end - s.start for s in spans if s.kind == "wait")
-            real = statistics.median(entrant.after)
-            waited = statistics.median(entrant.waited)
+            found = [foretold(entrant, step, link) for step in quick[entrant.name]]
+            expected, waiting = (statistics.median(x) for x in zip(*found, strict=True))
+            real, waited = statistics.median(entrant.after), statistics.median(entrant.waited)
             print(
                 f"  {entrant.name:12} {1e3 * expected:8.1f} ms, measured {1e3 * real:8.1f} ms ({expected / real:.2f})",
                 end="",
@@ -203,6 +204,22 @@ def worker(rank: int, args: argparse.Namespace, meeting: str) -> None:
             print(f"; waiting {1e3 * waiting:.1f} ms, measured {1e3 * waited:.1f} ms")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def foretold(entrant: Entrant, step: Sequence[tuple[float, list[Span]]], link: Link) -> tuple[float, float]:
+    """How long rank 0 would need after its backward pass, and wait in it, had this step had such a link."""
+    optimizer = entrant.optimizer
+    assert isinstance(optimizer, Interleaved)
+    early = {item.label for item in optimizer.early}
+    start = step[0][0]
+    team = []
+    for middle, spans in step:
+        launched = {s.item: s.end - start for s in spans if s.kind == "launch" and s.op == "reduce" and s.item in early}
+        agreed = max((s.end for s in spans if s.item == "agreement"), default=middle)
+        team.append(Rank(measured(spans, optimizer.items, 1), launched, agreed - start))
+    first = simulate(optimizer.order, team, link, len(team))[0]
+    waiting = sum(s.end - s.start for s in first if s.kind == "wait")
+    return max(s.end for s in first), waiting
 
 
 def report(args: argparse.Namespace, entrants: list[Entrant], sent: float, computing: float, bandwidth: float) -> None:
@@ -230,9 +247,10 @@ def report(args: argparse.Namespace, entrants: list[Entrant], sent: float, compu
 def longest(entrant: Entrant) -> str:
     """What was waited for most, with the mean milliseconds of a step."""
     total: dict[str, float] = defaultdict(float)
-    for s in entrant.recorded:
-        if s.kind == "wait" and s.item != "agreement":
-            total[f"{s.item} {s.op}"] += 1e3 * (s.end - s.start) / len(entrant.whole)
+    for _, spans in entrant.recorded:
+        for s in spans:
+            if s.kind == "wait" and s.item != "agreement":
+                total[f"{s.item} {s.op}"] += 1e3 * (s.end - s.start) / len(entrant.recorded)
     first = sorted(total.items(), key=lambda pair: -pair[1])[:3]
     return ", ".join(f"{name} {ms:.0f}" for name, ms in first)
 
@@ -245,6 +263,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--buckets", type=int, default=6)
     parser.add_argument("--bandwidth", type=float, default=0, help="MB/s; 0: as long as the optimizers compute")
+    parser.add_argument("--traces", type=Path, help="folder for a trace of each order, for `speedrun trace show`")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.start_processes(worker, (args, f"{folder}/meet"), args.ranks, start_method="spawn")

@@ -114,6 +114,43 @@ def test_any_number_of_ranks_trains_what_one_process_would(size: int, order: str
             assert all(map(torch.equal, other["after"][step], found[0]["after"][step])), f"equal bits after step {step}"
 
 
+def clip(rank: int, size: int, average: str, limit: float) -> tuple[list[float], list[Tensor]]:
+    net = Net()
+    optimizer = Interleaved(net, members(net), average=average)  # type: ignore[arg-type]
+    norms = []
+    for step in range(2):  # Adam steps in the second one
+        backward(net, batch(step).tensor_split(size)[rank], 7 * 8)
+        before = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+        norms.append(float(optimizer.clip_grad_norm_(limit)))
+        after = [p.grad for p in net.parameters() if p.grad is not None]
+        assert all(map(torch.equal, before, after)), "only what `step` uses is scaled"
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, digest(net)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(("average", "limit"), [("sum", 0.1), ("mean", 0.1), ("sum", 100.0)])
+def test_clipping_is_torch_s_own_over_all_ranks(size: int, average: str, limit: float, tmp_path: Path) -> None:
+    net = Net()
+    optimizer = Combined(*members(net))
+    norms = []
+    for step in range(2):
+        backward(net, batch(step), 7 * 8 * (size if average == "mean" else 1))
+        norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), limit)))
+        optimizer.step()
+        optimizer.zero_grad()
+    for found, weights in together(tmp_path, size, clip, average, limit):
+        assert found == pytest.approx(norms, rel=1e-4)
+        torch.testing.assert_close(weights, digest(net), rtol=1e-4, atol=1e-4)
+
+
+def test_clipping_to_nothing_is_refused() -> None:
+    net = Net()
+    with pytest.raises(ValueError, match=r"max_norm is 0.0; it must be positive"):
+        Interleaved(net, members(net)).clip_grad_norm_(0.0)
+
+
 def test_bf16_weights_are_exact_underneath_on_any_number_of_ranks(tmp_path: Path) -> None:
     """Gradients of bf16 weights are bf16 and so are their sums over ranks: that alone may differ."""
     expected = alone(torch.bfloat16)

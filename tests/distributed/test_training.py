@@ -66,6 +66,15 @@ def test_the_losses_are_those_of_one_process(size: int, tokens: TokenFolder, tmp
         assert hashes == found[0][1], "the weights of all ranks, after every step"
 
 
+def test_gradients_are_clipped_by_the_norm_over_all_ranks(tokens: TokenFolder, tmp_path: Path) -> None:
+    changes = {"optim.weights": "float32", "optim.clip": 0.3}
+    expected, _, validation = alone("interleaved", tokens, changes)
+    assert expected != pytest.approx(alone("interleaved", tokens, {"optim.weights": "float32"})[0], rel=1e-3)
+    for losses, _, loss in together(tmp_path, 3, train, "interleaved", str(tokens.path), changes):
+        assert losses == pytest.approx(expected, rel=1e-4)
+        assert loss == pytest.approx(validation, rel=1e-4)
+
+
 def test_snoo_averaging_and_exact_weights_together(tokens: TokenFolder, tmp_path: Path) -> None:
     """The gradients of bf16 weights are bf16, and so are their sums: losses agree to a hundredth, not to 1e-4."""
     changes = {"optim.snoo.k": 4, "optim.muon.update_ema": 0.2, "optim.weights": "exact-bf16"}
@@ -112,11 +121,11 @@ def test_one_command_trains_in_two_processes_and_resumes_with_any_number(tokens:
 
 def test_a_mistake_is_told_once_by_all_ranks(tokens: TokenFolder, tmp_path: Path) -> None:
     data = ("--data", str(tokens.path))
-    done = speedrun(*FLAGS, *data, "--optim.clip", "1.0", processes=2, cwd=tmp_path)
+    done = speedrun(*FLAGS, *data, "--order", "sideways", processes=2, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     told = [line for line in done.stderr.splitlines() if line.startswith("speedrun: ")]
     assert len(told) == 1
-    assert "optim.clip is 1.0" in told[0]
+    assert "--order is 'sideways'" in told[0]
     assert not (tmp_path / "runs").exists()
     assert speedrun(*FLAGS, *data, processes=0, cwd=tmp_path).returncode == 2
 

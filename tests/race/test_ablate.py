@@ -4,6 +4,7 @@ import json
 import math
 import shlex
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -162,9 +163,32 @@ def test_rounds_turn_round_and_the_budget_decides(
     assert lines == ["qk-norm", "zero-init"]  # the useful one first, the harmful one last
 
 
+def test_jobs_share_the_cores(held_out: TokenFolder, speedrun: Speedrun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs at a time, each with half of the cores, while a third one waits for its turn."""
+    both, threads = threading.Barrier(2, timeout=30), []
+
+    def process(words: list[str]) -> subprocess.CompletedProcess[str]:
+        if len(threads) < 2:
+            both.wait()  # nobody gets here alone
+        threads.append(words[words.index("--threads") + 1])
+        result = {"status": "ok", "val_loss": 4.0, "train_time": 1.0, "tokens": 1, "steps": 1}
+        folder = Path(words[words.index("--out") + 1])
+        folder.mkdir(parents=True)
+        (folder / "result.json").write_text(json.dumps(result))
+        return subprocess.CompletedProcess(words, 0, "", "")
+
+    monkeypatch.setattr(ablate, "process", process)
+    monkeypatch.setattr(ablate, "usable_cores", lambda: 6)
+    line = LINE.replace("--threads 1", "--jobs 2 --seeds 1 --switches zero-init")
+    assert speedrun(*shlex.split(line), "--data", held_out.path)[0] == 0
+    assert threads == ["3", "3", "3"]
+    assert [row["variant"] for row in read_rows()] == [BASE, SHORTER, "zero-init"]
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
+        ("--jobs 0", "--jobs is 0; it must be at least 1."),
         ("--switches qk-nrom", "There is no switch 'qk-nrom'. Did you mean 'qk-norm'?"),
         ("--switches smear", "Recipe 'adamw' does not use 'smear'; it has"),
         ("--pairs qk-norm", "'qk-norm' is no pair of switches; write one+other."),

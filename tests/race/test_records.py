@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,12 @@ from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError
 from speedrun.files import write_atomic, write_json
 from speedrun.race import records
-from speedrun.race.evidence import write_manifest
+from speedrun.race.evidence import examine, write_manifest
 from speedrun.race.plan import Plan
 from speedrun.report.compare import Curve, curves_svg
 from speedrun.report.export import export
 from speedrun.report.records import records_svg
+from speedrun.train.runlog import modules, source_sha256
 from tests.race.conftest import SETTINGS, SMALL, Speedrun, words
 
 
@@ -58,13 +60,32 @@ def test_the_readme_has_what_records_have(first: Path, raced: Path) -> None:
 
 def test_a_record_has_the_source_once_and_no_paths_of_the_machine(first: Path, tmp_path: Path) -> None:
     folder = first / "own/first"
-    assert (folder / "source/speedrun/cli/training.py").exists()
-    assert not list(folder.glob("runs/*/source"))
+    assert "speedrun/cli/training.py" in zipfile.ZipFile(folder / "source.zip").namelist()
+    assert source_sha256(folder / "source.zip") == source_sha256() == read(folder / "plan.json")["source_sha256"]
+    assert not list(folder.rglob("source"))
     assert not list(folder.glob("runs/*/.lock"))
     for run in folder.glob("runs/*/run.json"):
         assert str(tmp_path.parents[1]) not in run.read_text()
         assert read(run)["data"]["folder"] == "shadowed"
     assert read(folder / "recipe.json")["schedule"]["steps"] == 4
+
+
+@pytest.mark.parametrize("how", ["another line", "no zip file", "missing"])
+def test_the_program_of_a_record_cannot_be_exchanged(how: str, first: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "record"
+    shutil.copytree(first / "own/first", folder)
+    archive = folder / "source.zip"
+    if how == "another line":
+        found = modules(archive)
+        with zipfile.ZipFile(archive, "w") as f:
+            for name, content in found:
+                f.writestr(name, content + b"CHEAT = True\n" * (name == "speedrun/errors.py"))
+    elif how == "no zip file":
+        archive.write_bytes(b"PK")
+    else:
+        archive.unlink()
+    write_manifest(folder)
+    assert "its copy of the source is missing or was changed" in examine(folder).problems[0]
 
 
 def test_the_official_time_is_the_predecessor_s_plus_what_was_saved(

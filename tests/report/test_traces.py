@@ -9,7 +9,7 @@ import pytest
 
 from speedrun.cli import main
 from speedrun.optim.interleave import Span
-from speedrun.optim.simulate import Cost, Link, simulate
+from speedrun.optim.simulate import Cost, Link, Rank, simulate
 from speedrun.report.timeline import timeline_svg
 from speedrun.train import trace
 
@@ -115,7 +115,7 @@ def test_a_step_by_hand() -> None:
         ("reduce", "table"), ("reduce", "bucket"), ("update", "table"), ("gather", "table"),
         ("update", "bucket"), ("gather", "bucket"), ("finish", "table"), ("finish", "bucket"),
     ]  # fmt: skip
-    spans = simulate(order, costs, Link(10), 2, {"table": -1.0})  # type: ignore[arg-type]
+    (spans,) = simulate(order, [Rank(costs, {"table": -1.0})], Link(10), 2)  # type: ignore[arg-type]
     found = [(s.kind, s.item, s.op, s.start, s.end) for s in spans]
     assert found == [
         ("transfer", "table", "reduce", -1, 1),
@@ -127,6 +127,32 @@ def test_a_step_by_hand() -> None:
         ("compute", "bucket", "update", 4, 7),
         ("transfer", "bucket", "gather", 7, 10),
         ("wait", "bucket", "finish", 7, 10),
+    ]
+
+
+def test_a_transfer_waits_for_the_slowest_rank() -> None:
+    """Rank 1 is ready 1 s later and packs for 1 s: the reduction of 20 B at 10 B/s passes from 2 to 4 for both."""
+    order = [("reduce", "all"), ("update", "all"), ("gather", "all"), ("finish", "all")]
+    fast, slow = Rank({"all": Cost(20, 20, compute=3)}), Rank({"all": Cost(20, 20, compute=1, pack=1)}, ready=1)
+    spans = simulate(order, [fast, slow], Link(10), 2)  # type: ignore[arg-type]
+    assert [[(s.kind, s.op, s.start, s.end) for s in mine] for mine in spans] == [
+        [
+            ("wait", "update", 0, 4),
+            ("transfer", "reduce", 2, 4),
+            ("compute", "update", 4, 7),
+            ("transfer", "gather", 7, 9),
+            ("wait", "finish", 7, 9),
+        ],
+        [
+            ("launch", "reduce", 1, 2),
+            ("transfer", "reduce", 2, 4),
+            ("wait", "update", 2, 4),
+            ("compute", "update", 4, 5),
+            ("launch", "gather", 5, 6),
+            ("wait", "finish", 6, 9),
+            ("transfer", "gather", 7, 9),
+            ("copy", "finish", 9, 10),
+        ],
     ]
 
 

@@ -318,6 +318,35 @@ class Interleaved(Optimizer):
         self._agreed = has_gradient, finite
         return sums.tolist()
 
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """What `torch.nn.utils.clip_grad_norm_` does, for the gradient of all ranks. All call it, before `step`.
+
+        The norm is known when every reduction has arrived, so none of them hides behind computing any more. `.grad`
+        stays as it is: what `step` uses is scaled. Returns the norm.
+        """
+        if not max_norm > 0:
+            raise ValueError(f"max_norm is {max_norm}; it must be positive.")
+        if self._agreed is None:
+            self.agree()
+        for item in self.items:
+            self._launch(item)
+        total = torch.zeros((), dtype=torch.float64)
+        for item in self.items:
+            with self._span("wait", item.label, "reduce"):
+                item.wait()
+            if self.team.rank == 0 or not isinstance(item, Small):  # those are on every rank, and count once
+                total += float(item.summed().float().square().sum())
+        message = self.team.tell(total)
+        if message is not None:
+            message.wait()
+        norm = total.sqrt() / (self.team.size if self.mean else 1)
+        scale = max_norm / (float(norm) + 1e-6)
+        if scale < 1:
+            for item in self.items:
+                item.summed().mul_(scale)
+        return norm
+
     def _learn_order(self) -> None:
         """Gradients come in an order that only a backward pass shows; the one on rank 0 counts for all.
 

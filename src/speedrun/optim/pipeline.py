@@ -133,6 +133,10 @@ class Item:
     def reduce(self) -> None:
         raise NotImplementedError
 
+    def summed(self) -> Tensor:
+        """Where the summed gradients of this rank's part stand, once `reduce` has arrived; what fills it up is zero."""
+        raise NotImplementedError
+
     def gradients(self) -> Iterator[tuple[Ref, Tensor, Tensor]]:
         """(parameter, this rank's part of it, the summed gradient of that part), once `reduce` has arrived."""
         raise NotImplementedError
@@ -181,6 +185,10 @@ class Matrices(Item):
             else:
                 there.copy_(ref.param.grad.reshape(-1))
         self.pending = self.team.scatter_sum(self.part, self.whole)
+
+    def summed(self) -> Tensor:
+        assert self.part is not None
+        return self.part
 
     def gradients(self) -> Iterator[tuple[Ref, Tensor, Tensor]]:
         assert self.part is not None
@@ -239,6 +247,10 @@ class Rows(Item):
             whole[: len(p)].copy_(p.grad) if p.grad is not None else whole.zero_()
         self.pending = self.team.scatter_sum(self.part, whole)
 
+    def summed(self) -> Tensor:
+        assert self.part is not None
+        return self.part[: len(self.local)]
+
     def gradients(self) -> Iterator[tuple[Ref, Tensor, Tensor]]:
         assert self.part is not None
         for ref, local in self.locals():
@@ -283,6 +295,10 @@ class Small(Item):
     def parts(self) -> Sequence[Tensor]:
         assert self.flat is not None
         return self.flat.split([ref.param.numel() for ref in self.refs])
+
+    def summed(self) -> Tensor:
+        assert self.flat is not None
+        return self.flat
 
     def gradients(self) -> Iterator[tuple[Ref, Tensor, Tensor]]:
         for ref, part in zip(self.refs, self.parts(), strict=True):

@@ -1,12 +1,12 @@
 """The sharded step without the machines: what it would wait for, from its order and what each item costs.
 
-A rank does one thing after the other, as the order says; transfers pass its link one after the other, in the order in
-which they were launched. All ranks are taken to be equally fast and to start together, so that one stands for all: the
-one with the most work. The result is a list of `Span`s, as a real step records them.
+A rank does one thing after the other, as the order says; transfers pass the link one after the other, in the order in
+which they were launched, each as soon as the last rank has launched it. The result is a list of `Span`s for every rank,
+as a real step records them. For machines that are not here, one rank stands for all: the one with the most work.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from speedrun.optim.interleave import Interleaved, Span
 from speedrun.optim.pipeline import Item, Matrices, Order, Rows, Team
@@ -93,46 +93,57 @@ def measured(spans: Sequence[Span], items: Sequence[Item], steps: int) -> dict[s
     return found
 
 
-def simulate(
-    order: Order, costs: Mapping[str, Cost], link: Link, ranks: int, launched: Mapping[str, float] | None = None
-) -> list[Span]:
-    """A step that begins at 0, the end of the backward pass. `launched`: reductions begun before, and when."""
-    spans: list[Span] = []
-    now, free = 0.0, min((launched or {}).values(), default=0.0)
+@dataclass(frozen=True)
+class Rank:
+    """One of those who step together."""
+
+    costs: Mapping[str, Cost]
+    launched: Mapping[str, float] = field(default_factory=dict)  # reductions begun in its backward pass, and when
+    ready: float = 0.0  # when it begins with the order
+
+
+def simulate(order: Order, team: Sequence[Rank], link: Link, size: int) -> list[list[Span]]:
+    """What each of the team does in one step. One rank may stand for all `size` of them, if they are alike."""
+    spans: list[list[Span]] = [[] for _ in team]
+    now = [rank.ready for rank in team]
+    early = {label: max(rank.launched[label] for rank in team) for label in team[0].launched}
+    free = min(early.values(), default=min(now))
     arrival: dict[str, float] = {}
 
-    def send(label: str, op: str, size: float, start: float) -> None:
+    def send(label: str, op: str, seconds: float) -> None:
+        """Put a transfer into the queue of the link, which all ranks have launched after so many seconds."""
         nonlocal free
-        hops = (ranks - 1) * (2 if op == "reduce" and not costs[label].gather else 1)
-        begin = max(free, start)
-        free = begin + size / link.bandwidth + hops * link.latency if size else begin
-        arrival[label] = free
-        if size:
-            spans.append(Span("transfer", label, op, begin, free))
+        cost = team[0].costs[label]
+        amount = cost.reduce if op == "reduce" else cost.gather
+        arrival[label] = seconds
+        if amount:
+            begin = max(free, seconds)
+            hops = (size - 1) * (2 if op == "reduce" and not cost.gather else 1)
+            arrival[label] = free = begin + amount / link.bandwidth + hops * link.latency
+            for mine in spans:
+                mine.append(Span("transfer", label, op, begin, free))
 
-    def spend(kind: str, label: str, op: str, seconds: float) -> None:
-        nonlocal now
-        if seconds > 0:
-            spans.append(Span(kind, label, op, now, now + seconds))  # type: ignore[arg-type]
-            now += seconds
+    def spend(kind: str, label: str, op: str, seconds: Sequence[float]) -> None:
+        for k, duration in enumerate(seconds):
+            if duration > 0:
+                spans[k].append(Span(kind, label, op, now[k], now[k] + duration))  # type: ignore[arg-type]
+                now[k] += duration
 
-    for label, start in sorted((launched or {}).items(), key=lambda pair: pair[1]):
-        send(label, "reduce", costs[label].reduce, start)
+    for label, when in sorted(early.items(), key=lambda pair: pair[1]):
+        send(label, "reduce", when)
     for op, label in order:
-        cost = costs[label]
-        if op == "reduce" and label not in (launched or {}):
-            spend("launch", label, op, cost.pack)
-            send(label, op, cost.reduce, now)
-        elif op == "update":
-            spend("wait", label, op, arrival[label] - now)
-            spend("compute", label, op, cost.compute)
-        elif op == "gather":
-            spend("launch", label, op, cost.pack if cost.gather else 0.0)
-            send(label, op, cost.gather, now)
+        costs = [rank.costs[label] for rank in team]
+        packing = [cost.pack if op == "reduce" or cost.gather else 0.0 for cost in costs]
+        if op in ("update", "finish"):
+            spend("wait", label, op, [arrival[label] - t for t in now])
+        if op == "update":
+            spend("compute", label, op, [cost.compute for cost in costs])
         elif op == "finish":
-            spend("wait", label, op, arrival[label] - now)
-            spend("copy", label, op, cost.pack if cost.gather else 0.0)
-    return sorted(spans, key=lambda span: (span.start, span.end))
+            spend("copy", label, op, packing)
+        elif label not in early or op == "gather":
+            spend("launch", label, op, packing)
+            send(label, op, max(now))
+    return [sorted(mine, key=lambda span: (span.start, span.end)) for mine in spans]
 
 
 def on_ranks(optimizer: Interleaved, ranks: int, buckets: int = 2, replicate_below: int = 1024) -> Interleaved:
@@ -145,4 +156,4 @@ def on_ranks(optimizer: Interleaved, ranks: int, buckets: int = 2, replicate_bel
     return optimizer
 
 
-__all__ = ["Cost", "Link", "Speed", "costs", "measured", "on_ranks", "simulate", "traffic"]
+__all__ = ["Cost", "Link", "Rank", "Speed", "costs", "measured", "on_ranks", "simulate", "traffic"]

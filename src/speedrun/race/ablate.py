@@ -6,6 +6,7 @@ Every round is one seed: the recipe as it is, a shorter one, and each variant, i
 round. Effects are differences to the recipe as it is, paired by seed, with 95 % intervals, corrected by Holm for the
 number of switches. The shorter run gives the exchange rate between loss and training, by which an effect on the loss at
 equal tokens becomes one on the time to the same loss. The same command continues; the budget decides how many rounds.
+With --jobs several runs share the machine: more losses an hour, and seconds that are less sure.
 """
 
 import dataclasses
@@ -16,7 +17,9 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,6 +36,7 @@ from speedrun.race.sweep import keep_to, read_rows
 from speedrun.recipes import DEFAULT, get_recipe
 from speedrun.tracks import get_track, own_track
 from speedrun.train.config import Recipe, fields_of, with_fields
+from speedrun.train.device import usable_cores
 from speedrun.train.run import fit_to_tokens
 from speedrun.train.runlog import read_result, source_sha256
 
@@ -121,7 +125,9 @@ class Ablate:
     out: Path = Path("ablations/ablation")
     """Where rows.jsonl is kept; the same folder continues."""
     threads: Annotated[int | None, unset("INT")] = None
-    """CPU threads of each run; default: all usable cores."""
+    """CPU threads of each run; default: all usable cores, shared by the jobs."""
+    jobs: int = 1
+    """Runs at a time."""
     compile: bool = True
     """Use torch.compile where it works."""
     markdown: Annotated[Path | None, unset("FILE.md")] = None
@@ -166,7 +172,7 @@ def variants(recipe: Recipe, given: Ablate) -> dict[str, Recipe]:
 
 def run(given: Ablate, console: Console) -> list["Line"]:
     """Do what the budget allows, and return the table's lines."""
-    for name, least in (("seeds", 1), ("budget", 0), ("threads", 1), ("first_seed", 0)):
+    for name, least in (("seeds", 1), ("budget", 0), ("threads", 1), ("jobs", 1), ("first_seed", 0)):
         value = getattr(given, name)
         if value is not None and not value >= least:
             raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}.")
@@ -191,15 +197,16 @@ def run(given: Ablate, console: Console) -> list["Line"]:
     for number in range(given.seeds):
         seed = given.first_seed + number
         missing = [name for name in entrants if (name, seed) not in rows.known]
-        expected = sum(rows.minutes_of(name) for name in missing)
-        if missing and rows.minutes + expected > given.budget:
+        expected = sum(rows.minutes_of(name) for name in missing) / given.jobs
+        if missing and rows.minutes / given.jobs + expected > given.budget:
             console.print(f"the budget of {given.budget:g} minutes allows no further round; raise --budget to go on")
             break
-        for name in missing if number % 2 == 0 else reversed(missing):
-            row = execute(given, name, entrants[name], seed)
-            rows.add(row)
-            text = f"loss {row['loss']:.4f}  {row['seconds']:.2f} s" if row["status"] == "ok" else row["status"]
-            console.print(f"  seed {seed}  {name}: {text}")
+        turn = missing if number % 2 == 0 else missing[::-1]
+        with ThreadPoolExecutor(given.jobs) as pool:
+            for row in pool.map(partial(execute, given, seed=seed), turn, [entrants[name] for name in turn]):
+                rows.add(row)
+                text = f"loss {row['loss']:.4f}  {row['seconds']:.2f} s" if row["status"] == "ok" else row["status"]
+                console.print(f"  seed {seed}  {row['variant']}: {text}")
     return lines_of(rows.rows, list(entrants))
 
 
@@ -242,7 +249,8 @@ def execute(given: Ablate, name: str, recipe: Recipe, seed: int) -> Row:
     words = [sys.executable, "-m", "speedrun", "train", "--recipe", recipe.name, "--track", recipe.track]
     words += plans.flags(recipe, get_recipe(recipe.name, recipe.track))
     words += ["--data", str(given.data)] if given.data else []
-    words += ["--threads", str(given.threads)] if given.threads else []
+    threads = given.threads or (max(1, usable_cores() // given.jobs) if given.jobs > 1 else None)
+    words += ["--threads", str(threads)] if threads else []
     words += ["--compile", str(given.compile), "--seed", str(seed), "--out", str(folder)]
     words += ["--checkpoint-every", "0", "--save", "False", "--sample", "False"]
     began = time.monotonic()
@@ -305,8 +313,9 @@ def lines_of(rows: list[Row], names: list[str]) -> list[Line]:
             continue
         losses = [v["loss"] - b["loss"] for v, b in both]
         times = [math.log(v["seconds"] / b["seconds"]) for v, b in both]
-        worth = [t + d / rate * -math.log(1 - SHARE) for t, d in zip(times, losses, strict=True)]
-        to_target = effect(worth) if rate > 0 and name != SHORTER else None
+        to_target = None
+        if rate > 0 and name != SHORTER:
+            to_target = effect([t + d / rate * -math.log(1 - SHARE) for t, d in zip(times, losses, strict=True)])
         found.append(Line(name, failed, effect(losses), None, effect(times), to_target))
     tested = [line for line in found if line.loss is not None and line.name != SHORTER]
     corrected = holm([line.loss.p for line in tested if line.loss is not None])

@@ -6,6 +6,7 @@ what follows from the recipe, the seed, the track or the wall clock. Each disagr
 """
 
 import itertools
+import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -33,6 +34,7 @@ from speedrun.train.runlog import (
 )
 
 RUNS, INTERRUPTED, MANIFEST = "runs", "interrupted", "manifest.json"
+ARCHIVE = "source.zip"  # in a record: the program, once for all runs
 AFTERWARDS = 0.1  # seconds that may pass on the clock after the last measurement of a run
 ROUNDING = 2.0  # seconds: dates are written without fractions
 
@@ -138,7 +140,11 @@ def _belongs(run: Run, plan: Plan, plan_sha256: str, source: Path, recipe: Recip
         yield "it was interrupted and resumed, so its time does not count"
     if about["source_sha256"] != plan.source_sha256:
         yield "it ran other code than planned: the hash of its source differs"
-    if not source.is_dir() or source_sha256(source) != about["source_sha256"]:
+    try:
+        there = source_sha256(source) if source.exists() else None
+    except (zipfile.BadZipFile, OSError):
+        there = None
+    if there != about["source_sha256"]:
         yield "its copy of the source is missing or was changed: the hash in run.json is another"
     here = run.machine
     unseen = set() if run.lines("telemetry") else {"cpu", "cores", "memory_gib"}  # it failed before it looked around
@@ -278,7 +284,7 @@ def examine(folder: Path) -> Finding:
             problems.append(f"{entry.name}: {e}")
             continue
         own = runs[-1].path / SOURCE / "speedrun"
-        source = own if own.is_dir() else folder / SOURCE / "speedrun"
+        source = own if own.is_dir() else folder / ARCHIVE
         problems += examine_run(runs[-1], plan, plan_sha256, source)
     problems += [*_in_order(plan, runs), *_alike(runs), *_seeds(plan, runs), *_attempts(folder, runs)]
     rows: list[Row] = []

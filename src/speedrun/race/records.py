@@ -12,6 +12,7 @@ import html
 import json
 import re
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,11 @@ from typing import Any
 from speedrun.errors import UserError
 from speedrun.files import new_folder, write_atomic, write_json
 from speedrun.race import statistics
-from speedrun.race.evidence import INTERRUPTED, RUNS, Finding, examine, write_manifest
+from speedrun.race.evidence import ARCHIVE, INTERRUPTED, RUNS, Finding, examine, write_manifest
 from speedrun.race.plan import PLAN, Plan, agree, read_object
 from speedrun.race.verdict import TEXT, VERDICT
 from speedrun.train.config import Recipe, differences, to_dict
-from speedrun.train.runlog import RUN, SOURCE, source_sha256
+from speedrun.train.runlog import RUN, SOURCE, modules, source_sha256
 
 RECORD, README, RECIPE, SCRIPT = "record.json", "README.md", "recipe.json", "train.py"
 FORMAT = 1
@@ -76,7 +77,7 @@ def submit(race: Path, name: str, root: Path, script: Script) -> Path:
     with new_folder(folder) as made:
         for file_name in (PLAN, VERDICT, TEXT):
             shutil.copyfile(race / file_name, made / file_name)
-        shutil.copytree(race / RUNS / "001-A" / SOURCE, made / SOURCE)  # the same for all runs, by its hash
+        archive(race / RUNS / "001-A" / SOURCE / "speedrun", made / ARCHIVE)  # the same for all runs, by its hash
         left_out = shutil.ignore_patterns(SOURCE, ".*", "checkpoints", "tokenizer.json")
         for part in (RUNS, INTERRUPTED):
             if (race / part).is_dir():
@@ -91,6 +92,13 @@ def submit(race: Path, name: str, root: Path, script: Script) -> Path:
         write_atomic(made / README, readme(record, plan, verdict, obstacle))
         write_manifest(made)
     return folder
+
+
+def archive(package: Path, file: Path) -> None:
+    """The modules of a copy of the package in one file, the same bytes at any time."""
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as made:
+        for name, content in modules(package):
+            made.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
 
 
 def written(recipe: Recipe, script: Script) -> tuple[str | None, str]:
@@ -240,7 +248,7 @@ def readme(record: Record, plan: Plan, verdict: dict[str, Any], obstacle: str) -
         "## Files",
         "",
         f"`{PLAN}` was written before the first run; `{RUNS}/` has every run, `{VERDICT}` what follows from them, "
-        f"`{RECIPE}` the recipe, {alone}, `{SOURCE}/` the program.",
+        f"`{RECIPE}` the recipe, {alone}, `{ARCHIVE}` the program.",
         "`speedrun verify` on this folder checks that they agree; `speedrun challenge` races it on your machine.",
         "",
     ]

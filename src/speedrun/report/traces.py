@@ -21,7 +21,7 @@ from speedrun.model.gpt import GPT, flops_per_token
 from speedrun.optim.config import build_optimizer
 from speedrun.optim.interleave import Interleaved, Span
 from speedrun.optim.pipeline import ORDERS
-from speedrun.optim.simulate import Link, Speed, costs, on_ranks
+from speedrun.optim.simulate import Link, Rank, Speed, costs, on_ranks
 from speedrun.optim.simulate import simulate as foretell
 from speedrun.recipes import get_recipe
 from speedrun.report.timeline import timeline_svg
@@ -148,7 +148,7 @@ def step_on(recipe: Recipe, order: str, ranks: int, link: Link, speed: Speed, bu
     early = [item.label for item in made[0].early]
     when = {label: -backward * (1 - (k + 1) / len(early)) for k, label in enumerate(early)}
     table = ORDERS[order](made[0].items)
-    spans = foretell(table, costs(made[0], speed), link, ranks, when)
+    spans = foretell(table, [Rank(costs(made[0], speed), when)], link, ranks)[0]
     return [Span("compute", "model", "backward", -backward, 0.0), *spans], backward
 
 

@@ -131,11 +131,6 @@ class Trainer:
         self.model = GPT(recipe.model, recipe.context, machine.attention).to(self.device)
         if recipe.optim.weights != "float32":
             self.model.store_matrices(torch.bfloat16)
-        if self.team.size > 1 and recipe.optim.clip:
-            raise UserError(
-                f"optim.clip is {recipe.optim.clip}, but gradients of several processes are never in one place; "
-                "pass --optim.clip 0, or train in one process."
-            )
         self.spans: list[Span] = []  # of the present step, if it is recorded
         self.recorded: trace.Steps = {}
         # Losses are divided by the tokens of the whole batch, so the ranks' gradients only have to be added.
@@ -285,7 +280,7 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
             raise NonFiniteLoss(f"the loss of step {stage.step} is {loss}")
         if self.recipe.optim.clip:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.optim.clip, foreach=True)
+            self.clip(self.recipe.optim.clip)
         self.set_rates(stage)
         try:
             self.at(f"training the weights in step {stage.step}")
@@ -300,6 +295,12 @@ class Trainer:
             assert self.model.head is not None
             copy_state(self.optimizer, self.model.embed, self.model.head)
         return loss
+
+    def clip(self, norm: float) -> None:
+        if self.sharded:
+            self.sharded.clip_grad_norm_(norm)
+        else:
+            nn.utils.clip_grad_norm_(self.model.parameters(), norm, foreach=True)
 
     # ---------------------------------------------------------------- validation
 

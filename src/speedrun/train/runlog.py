@@ -22,9 +22,10 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -419,11 +420,21 @@ def _fill(folder: Path, run: dict[str, Any]) -> None:
 
 
 def source_sha256(package: Path = _PACKAGE) -> str:
-    """One hash for all modules of the package, or of a copy of it."""
+    """One hash for all modules of the package, of a copy of it, or of one in a zip file."""
     digest = hashlib.sha256()
-    for file in sorted(package.rglob("*.py")):
-        digest.update(f"{file.relative_to(package.parent).as_posix()}\0".encode() + file.read_bytes())
+    for name, content in modules(package):
+        digest.update(f"{name}\0".encode() + content)
     return digest.hexdigest()
+
+
+def modules(package: Path = _PACKAGE) -> list[tuple[str, bytes]]:
+    """Path and content of every module, as `speedrun/...`."""
+    if package.suffix == ".zip":
+        with zipfile.ZipFile(package) as archive:
+            found = [(name, archive.read(name)) for name in archive.namelist()]
+    else:
+        found = [(file.relative_to(package.parent).as_posix(), file.read_bytes()) for file in package.rglob("*.py")]
+    return sorted(found, key=lambda one: PurePosixPath(one[0]))
 
 
 def _now() -> str:
