@@ -190,8 +190,8 @@ def worker(rank: int, args: argparse.Namespace, meeting: str) -> None:
                 trace.write(args.traces / f"{entrant.name}.json", ranks, {"recipe": recipe.name, "order": entrant.name})
     if rank == 0:
         report(args, entrants, sent, computing, team.link.bandwidth)
-        link = Link(sent / (sent / team.link.bandwidth + carried))
-        print(f"gloo itself takes {1e3 * carried:.0f} ms of a step, which the modelled link adds to")
+        link = Link(team.link.bandwidth, approach=sent / carried)
+        print(f"gloo itself takes {1e3 * carried:.0f} ms of a step, while earlier transfers pass the modelled link")
         print("\nforetold from the steps without a slow link, from the end of the backward pass to the last arrival:")
         for entrant in sharded:
             found = [foretold(entrant, step, link) for step in quick[entrant.name]]

@@ -156,6 +156,13 @@ def test_a_transfer_waits_for_the_slowest_rank() -> None:
     ]
 
 
+def test_the_way_to_the_link_is_taken_while_another_transfer_passes_it() -> None:
+    """Two gathers of 20 B: 10 B/s to the link (0 to 2, 2 to 4) and 5 B/s through it (2 to 6, 6 to 10)."""
+    order = [("gather", "a"), ("gather", "b"), ("finish", "a"), ("finish", "b")]
+    (spans,) = simulate(order, [Rank({"a": Cost(0, 20), "b": Cost(0, 20)})], Link(5, approach=10), 2)  # type: ignore[arg-type]
+    assert [(s.item, s.start, s.end) for s in spans if s.kind == "transfer"] == [("a", 2, 6), ("b", 6, 10)]
+
+
 def test_simulate_compares_the_orders_for_the_short_model(tmp_path: Path, capsys: Any) -> None:
     picture = tmp_path / "s.svg"
     assert main(["trace", "simulate", "--gpus", "8", "64", "--link", "50GB", "--plot", str(picture)]) == 0

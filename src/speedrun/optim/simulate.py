@@ -5,6 +5,7 @@ which they were launched, each as soon as the last rank has launched it. The res
 as a real step records them. For machines that are not here, one rank stands for all: the one with the most work.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,7 @@ class Link:
 
     bandwidth: float  # bytes per second
     latency: float = 0.0  # seconds for each hop of a collective
+    approach: float = math.inf  # bytes per second on the way to it, where the next transfer moves while one passes
 
 
 @dataclass(frozen=True)
@@ -107,17 +109,18 @@ def simulate(order: Order, team: Sequence[Rank], link: Link, size: int) -> list[
     spans: list[list[Span]] = [[] for _ in team]
     now = [rank.ready for rank in team]
     early = {label: max(rank.launched[label] for rank in team) for label in team[0].launched}
-    free = min(early.values(), default=min(now))
+    free = near = min(early.values(), default=min(now))  # when the link, and the way to it, carry nothing any more
     arrival: dict[str, float] = {}
 
     def send(label: str, op: str, seconds: float) -> None:
         """Put a transfer into the queue of the link, which all ranks have launched after so many seconds."""
-        nonlocal free
+        nonlocal free, near
         cost = team[0].costs[label]
         amount = cost.reduce if op == "reduce" else cost.gather
         arrival[label] = seconds
         if amount:
-            begin = max(free, seconds)
+            near = max(near, seconds) + amount / link.approach
+            begin = max(free, near)
             hops = (size - 1) * (2 if op == "reduce" and not cost.gather else 1)
             arrival[label] = free = begin + amount / link.bandwidth + hops * link.latency
             for mine in spans:
