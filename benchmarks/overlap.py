@@ -99,6 +99,7 @@ class Entrant:
         self.whole: list[float] = []  # seconds of each step
         self.after: list[float] = []  # of what follows its backward pass
         self.waited: list[float] = []  # for transfers
+        self.everybody: list[float] = []  # the median of that on each rank
         self.behind: list[float] = []  # for the slowest rank to end its backward pass
         self.recorded: list[tuple[float, list[Span]]] = []  # of each step: the end of its backward pass, what followed
         ids = torch.randint(recipe.model.vocab, (rows, LENGTH), generator=torch.Generator().manual_seed(team.rank))
@@ -188,6 +189,9 @@ def worker(rank: int, args: argparse.Namespace, meeting: str) -> None:
             if rank == 0:
                 args.traces.mkdir(parents=True, exist_ok=True)
                 trace.write(args.traces / f"{entrant.name}.json", ranks, {"recipe": recipe.name, "order": entrant.name})
+    waits = [statistics.median(entrant.waited) for entrant in sharded]
+    for entrant, everybody in zip(sharded, zip(*team.everybodys(waits), strict=True), strict=True):
+        entrant.everybody = list(everybody)
     if rank == 0:
         report(args, entrants, sent, computing, team.link.bandwidth)
         link = Link(team.link.bandwidth, approach=sent / carried)
@@ -224,24 +228,29 @@ def foretold(entrant: Entrant, step: Sequence[tuple[float, list[Span]]], link: L
 
 def report(args: argparse.Namespace, entrants: list[Entrant], sent: float, computing: float, bandwidth: float) -> None:
     ddp = entrants[-1]
-    middle = {e.name: [statistics.median(x) for x in (e.whole, e.after, e.waited)] for e in entrants}
     print(f"{args.ranks} processes, {args.rows} rows of {LENGTH} each, width {args.width}, {args.buckets} buckets")
     print(
         f"a step sends {sent / 1e6:.1f} MB per rank, {1e3 * sent / bandwidth:.0f} ms at {bandwidth / 1e6:.1f} MB/s",
         end="",
     )
     print(f", and computes {1e3 * computing:.0f} ms in the optimizers")
-    print("               whole step ms   after backward ms   for transfers ms   of it   for the slower rank ms")
+    print("               whole step ms   after backward ms   for transfers ms   of it   each rank (most, on rank 0)")
     for e in entrants:
-        whole, after, waited = (1e3 * x for x in middle[e.name])
-        behind = 1e3 * statistics.median(e.behind)
-        share = "" if e is ddp else f"{waited:19.1f} {100 * waited / after:5.1f} % {behind:24.1f}   {longest(e)}"
+        whole, after, waited = (1e3 * x for x in (statistics.median(e.whole), statistics.median(e.after), mean_wait(e)))
+        each = ", ".join(f"{1e3 * x:.0f}" for x in e.everybody)
+        share = "" if e is ddp else f"{waited:19.1f} {100 * waited / after:5.1f} %   {each:9} ({longest(e)})"
         print(f"  {e.name:12} {whole:13.1f} {after:19.1f}{share}")
+    plain = entrants[0]
     for e in entrants[1:-1]:
-        gone = 1 - middle[e.name][2] / middle["plain"][2]
+        gone = 1 - mean_wait(e) / mean_wait(plain)
         ratio = statistics.median(b / a for a, b in zip(e.whole, ddp.whole, strict=True))
         print(f"{e.name}: {100 * gone:.0f} % of the plain order's waiting for transfers is gone", end="")
-        print(f"; the whole step is {ratio:.2f}x as fast as with DDP and replicated optimizers")
+        print(f"; the whole step is {ratio:.2f}x as fast as with DDP and replicated optimizers", end="")
+        print(f"; {1e3 * statistics.median(e.behind):.0f} ms more for the slower rank's backward pass")
+
+
+def mean_wait(entrant: Entrant) -> float:
+    return statistics.mean(entrant.everybody) if entrant.everybody else 0.0
 
 
 def longest(entrant: Entrant) -> str:

@@ -30,9 +30,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from speedrun.optim.base import Group, NonFiniteGradient, SpeedrunOptimizer, Work, all_finite, named
+from speedrun.optim.base import Group, NonFiniteGradient, SpeedrunOptimizer, Work, all_finite, named, value_at
 from speedrun.optim.exact_bf16 import join
-from speedrun.optim.muon import Muon
+from speedrun.optim.muon import Grid, Muon
+from speedrun.optim.orthogonalize import fast_dtype, multiplications
 from speedrun.optim.pipeline import ORDERS, Item, Matrices, Order, Ref, Rows, Small, Team, check_order
 
 Loss = TypeVar("Loss")
@@ -158,11 +159,11 @@ class Interleaved(Optimizer):
             else:
                 items.append(Rows(ref.name, [ref], self.team, self.mean))
         items += [Small(f"small {k}", refs, self.team, self.mean) for k, refs in enumerate(small.values())]
-        load = [0] * self.team.size
+        load = [0.0] * self.team.size
         for refs in matrices.values():
             for part in halves(refs, buckets):
                 label = f"matrices {sum(isinstance(item, Matrices) for item in items)}"
-                items.append(Matrices(label, part, self.team, self.mean, load))
+                items.append(Matrices(label, part, self.team, self.mean, load, effort))
         return items
 
     # ---------------------------------------------------------------- backward
@@ -552,6 +553,14 @@ class Whole:
 
     param_groups: list[Group]
     state: dict[Tensor, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
+
+
+def effort(ref: Ref) -> float:
+    """What a matrix costs to train: the products of its orthogonalisation."""
+    group, p = ref.group, ref.param
+    grid = Grid(p.shape, value_at(group["matrix"], ref.index), value_at(group["blocks"], ref.index), ref.name)
+    dtype = group["dtype"] or fast_dtype(p.device)
+    return float(grid.count * multiplications(grid.rows, grid.cols, group["steps"], dtype))
 
 
 def halves(refs: list[Ref], parts: int) -> list[list[Ref]]:

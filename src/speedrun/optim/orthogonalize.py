@@ -122,6 +122,14 @@ def orthogonalize_stack(
     return iterate_direct(x_Nmn, shifts)
 
 
+def multiplications(rows: int, cols: int, steps: int, dtype: torch.dtype) -> int:
+    """In the products for one matrix, by the route that it takes."""
+    short, long = sorted((rows, cols))
+    if dtype in (torch.float32, torch.float64) and steps <= _GRAM_STEPS and long > _GRAM_RATIO * short:
+        return 2 * short * short * long + (4 * steps - 3) * short**3
+    return steps * (2 * short * short * long + short**3)
+
+
 def _unit_norm(x_Nmn: Tensor, margin: float) -> Tensor:
     """Each matrix over (its Frobenius norm * margin), without overflow or underflow on the way. Zeros stay zeros."""
     sum_N11 = torch.linalg.vector_norm(x_Nmn, 1, dim=(-2, -1), keepdim=True)

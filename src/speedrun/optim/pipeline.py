@@ -149,18 +149,29 @@ class Item:
 
 
 class Matrices(Item):
-    """Whole matrices, dealt out so that every rank has about the same number of weights."""
+    """Whole matrices, each owned by one rank.
 
-    def __init__(self, label: str, refs: list[Ref], team: Team, mean: bool, load: list[int]) -> None:
+    They are divided into shares of about as many weights, the largest matrix first, each to the smallest share. Then
+    the share with the most to compute goes to the rank that has the least so far: `load`, by `effort`.
+    """
+
+    def __init__(
+        self, label: str, refs: list[Ref], team: Team, mean: bool, load: list[float], effort: Callable[[Ref], float]
+    ) -> None:
         super().__init__(label, refs, team, mean)
+        shares: list[list[Ref]] = [[] for _ in range(team.size)]
+        for ref in sorted(refs, key=lambda r: -r.param.numel()):
+            min(shares, key=lambda share: sum(r.param.numel() for r in share)).append(ref)
         self.owner: dict[Tensor, int] = {}
         self.offset: dict[Tensor, int] = {}
         here = [0] * team.size
-        for ref in sorted(refs, key=lambda r: -r.param.numel()):  # the largest first, each to who has least
-            rank = min(range(team.size), key=lambda r: (here[r], load[r], r))
-            self.owner[ref.param], self.offset[ref.param] = rank, here[rank]
-            here[rank] += ref.param.numel()
-            load[rank] += ref.param.numel()
+        least_first = sorted(range(team.size), key=lambda rank: load[rank])
+        most_first = sorted(shares, key=lambda share: -sum(map(effort, share)))
+        for rank, share in zip(least_first, most_first, strict=True):
+            load[rank] += sum(map(effort, share))
+            for ref in share:
+                self.owner[ref.param], self.offset[ref.param] = rank, here[rank]
+                here[rank] += ref.param.numel()
         self.chunk = max(here)
         self.whole: Tensor | None = None
         self.part: Tensor | None = None

@@ -9,7 +9,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from speedrun.optim.interleave import Interleaved, Span
+from speedrun.optim.orthogonalize import multiplications
 from speedrun.optim.pipeline import Item, Matrices, Order, Rows, Team
 
 
@@ -50,12 +53,6 @@ def traffic(item: Item) -> tuple[float, float]:
     return 2 * (ranks - 1) / ranks * size * sum(ref.param.numel() for ref in item.refs), 0.0
 
 
-def orthogonalize_flops(rows: int, cols: int, steps: int = 5) -> float:
-    """Of one matrix on its smaller side: a Gram matrix, its square and a product with the matrix, in each iteration."""
-    short, long = sorted((rows, cols))
-    return steps * (4 * short * short * long + 2 * short**3)
-
-
 def costs(optimizer: Interleaved, speed: Speed) -> dict[str, Cost]:
     """What each item would cost on a processor of this speed; weights, gradients and state pass its memory once."""
     found = {}
@@ -76,7 +73,7 @@ def busiest(item: Item, speed: Speed) -> float:
         load = [0.0] * item.team.size
         for ref in item.refs:
             p = ref.param
-            flops = orthogonalize_flops(len(p), p[0].numel())
+            flops = 2 * multiplications(len(p), p[0].numel(), 5, torch.bfloat16)
             load[item.owner[p]] += flops / speed.flops + touched(p.numel(), p.itemsize)
         return max(load)
     if isinstance(item, Rows):
