@@ -84,8 +84,9 @@ class SlowTeam(Team):
 
 
 def workload(width: int) -> Recipe:
-    """`normuon` at pocket depth, wide enough that its optimizers have something to do."""
-    return with_fields(get_recipe("normuon", "pocket"), {"model.width": width, "model.heads": width // 64})
+    """`normuon`, deep and wide enough that its optimizers have something to do and ranks can share it evenly."""
+    size = {"model.layers": 6, "model.width": width, "model.heads": width // 64}
+    return with_fields(get_recipe("normuon", "pocket"), size)
 
 
 class Entrant:

@@ -555,12 +555,15 @@ class Whole:
     state: dict[Tensor, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
 
 
+PER_WEIGHT = 256.0  # multiplications in the time of everything else that is done to a weight; about that on a CPU
+
+
 def effort(ref: Ref) -> float:
-    """What a matrix costs to train: the products of its orthogonalisation."""
+    """What a matrix costs to train: the products of its orthogonalisation, and its passes through memory."""
     group, p = ref.group, ref.param
     grid = Grid(p.shape, value_at(group["matrix"], ref.index), value_at(group["blocks"], ref.index), ref.name)
     dtype = group["dtype"] or fast_dtype(p.device)
-    return float(grid.count * multiplications(grid.rows, grid.cols, group["steps"], dtype))
+    return grid.count * multiplications(grid.rows, grid.cols, group["steps"], dtype) + PER_WEIGHT * p.numel()
 
 
 def halves(refs: list[Ref], parts: int) -> list[list[Ref]]:
