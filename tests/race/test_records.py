@@ -70,6 +70,16 @@ def test_a_record_has_the_source_once_and_no_paths_of_the_machine(first: Path, t
     assert read(folder / "recipe.json")["schedule"]["steps"] == 4
 
 
+HERE = Path(__file__).resolve().parents[2] / "records"
+
+
+@pytest.mark.parametrize("folder", [file.parent for file in sorted(HERE.glob("*/*/record.json"))], ids=lambda f: f.name)
+def test_the_records_of_this_repository_hold(folder: Path, speedrun: Speedrun) -> None:
+    """A version that can no longer read them has lost them."""
+    code, out, err = speedrun("verify", folder)
+    assert (code, err) == (0, ""), out
+
+
 @pytest.mark.parametrize("how", ["another line", "no zip file", "missing"])
 def test_the_program_of_a_record_cannot_be_exchanged(how: str, first: Path, tmp_path: Path) -> None:
     folder = tmp_path / "record"
