@@ -95,6 +95,6 @@ def timeline_svg(panels: Sequence[tuple[str, Sequence[Steps], int]]) -> str:
         value = first + (last - first) * k / 5
         at = LEFT + scale * (value - first)
         out.append(f'<line x1="{at:.1f}" y1="{TOP}" x2="{at:.1f}" y2="{axis}" stroke="{INK}" stroke-opacity="0.15"/>')
-        out.append(text(at, axis + 14, f"{1e3 * value:.3g} ms", anchor="middle"))
+        out.append(text(at, axis + 14, f"{1e3 * value:.3g} ms", anchor="middle" if k < 5 else "end"))
     names = "; ".join(title for title, _, _ in drawn)
     return picture(WIDTH, axis + 24, out, f"What every rank did in one step, over time: {names}.")
