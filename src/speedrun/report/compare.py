@@ -21,7 +21,7 @@ from speedrun.train.runlog import RESULT, read_metrics, read_result, read_run
 from speedrun.train.schedule import ScheduleConfig
 
 WIDTH, PANEL, LEFT, RIGHT, TOP, GAP = 760, 190, 60, 20, 40, 50
-POINTS = 400  # of a curve in a picture: more cannot be seen
+POINTS = 80  # of a curve in a picture: more would show the noise of single batches
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ AXES = (("steps", 0), ("tokens", 1), ("seconds on the clock", 2))
 
 def loss_range(curves: Sequence[Curve]) -> tuple[float, float]:
     """The first steps would squeeze everything else, so they are left above the picture."""
-    losses = sorted(p[3] for c in curves for p in (*c.train, *c.val) if math.isfinite(p[3]))
+    losses = sorted(p[3] for c in curves for p in (*smooth(c.train), *c.val) if math.isfinite(p[3]))
     low = losses[0] - 0.05
     return low, max(losses[int(0.8 * (len(losses) - 1))], low + 0.1)
 

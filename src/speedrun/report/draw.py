@@ -7,6 +7,7 @@ it is dark where the page is dark.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import dropwhile
 from xml.sax.saxutils import escape, quoteattr
 
 INK, GRID, PAPER, FAINT = "#2c3e50", "#d5d8dc", "#ffffff", "#737d86"
@@ -124,17 +125,17 @@ class Frame:
         ]
 
     def draw(self, series: Series) -> list[str]:
+        """It begins where it comes into the frame from above; a later spike stays, on the border."""
         parts = []
-        if series.points:
-            steps = " ".join(
-                f"{'L' if k else 'M'}{x:.1f} {y:.1f}" for k, (x, y) in enumerate(self.at(*p) for p in series.points)
-            )
+        points, marks = (list(dropwhile(lambda p: p[1] > self.y[1], found)) for found in (series.points, series.marks))
+        if points:
+            steps = " L".join(f"{x:.1f} {y:.1f}" for x, y in (self.at(*p) for p in points))
             dashes = f' stroke-dasharray="{series.dash}"' if series.dash else ""
             parts.append(
-                f'<path d="{steps}" fill="none" stroke="{series.color}" stroke-width="1.4" '
+                f'<path d="M{steps}" fill="none" stroke="{series.color}" stroke-width="1.4" '
                 f'stroke-opacity="{series.opacity:g}"{dashes}/>'
             )
-        for x, y in series.marks:
+        for x, y in marks:
             about = f"{series.name}: {y:.4f} at {x:,.6g}"
             parts.append(dot(*self.at(x, y), series.color, about=about, hollow=series.hollow))
         return parts

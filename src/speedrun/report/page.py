@@ -168,10 +168,11 @@ def finish(title: str, lead: Lead, sections: Sequence[Section | None]) -> str:
         links.append(f'<li><a href="#{s.name}">{escape(s.title)}</a></li>')
         save = ""
         if s.data:
+            rows = len(s.data) - 1
             coded = base64.b64encode(as_csv(s.data).encode()).decode()
             save = (
                 f'<p><a download="{s.name}.csv" href="data:text/csv;charset=utf-8;base64,{coded}">'
-                f"Save the data of {escape(s.title.lower())} (CSV, {len(s.data) - 1:,} rows)</a></p>"
+                f"Save the data of {escape(s.title.lower())} (CSV, {rows:,} row{'s' * (rows != 1)})</a></p>"
             )
         bodies.append(
             f'<section id="{s.name}" aria-labelledby="{s.name}-title"><h2 id="{s.name}-title">{escape(s.title)}</h2>'
