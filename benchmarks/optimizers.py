@@ -1,6 +1,6 @@
 """One step of our optimizers against their peers, against a plain version, and against the machine.
 
-    python -m benchmarks.optimizers                    # all of it, some minutes
+    python -m benchmarks.optimizers                    # all of it, an hour on two cores
     python -m benchmarks.optimizers --part steps       # optimizer steps alone
     python -m benchmarks.optimizers --part training    # NorMuon + Adam against fused AdamW in whole training steps
 
@@ -11,6 +11,7 @@ not installed are named and left out (pip install pytorch-optimizer heavyball).
 
 import argparse
 import importlib.util
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from speedrun.model.gpt import GPT, GPTConfig
 from speedrun.optim import Adam, Combined, Muon, NorMuon, orthogonalize, route
-from speedrun.optim.orthogonalize import _GRAM_RATIO, _MIRROR_SIDE, _PANELS
+from speedrun.optim.orthogonalize import multiplications
 from speedrun.train.device import choose, compiled
 
 Step = Callable[[], object]
@@ -62,14 +63,9 @@ def unbatched(params: list[nn.Parameter], lr: float = 0.02, mu: float = 0.95) ->
     return step
 
 
-def executed_flops(rows: int, cols: int, steps: int = 5) -> float:
-    """Of the matrix products that `orthogonalize` makes for one block."""
-    small, large = min(rows, cols), max(rows, cols)
-    cube, wide = 2.0 * small**3, 2.0 * small * small * large
-    symmetric = (_PANELS + 1) / (2 * _PANELS) if small >= _MIRROR_SIDE else 1.0  # the rest is mirrored
-    if large > _GRAM_RATIO * small:
-        return wide + symmetric * (wide + cube * (steps + 2 * (steps - 1) + (steps - 1)))
-    return steps * (wide + symmetric * (wide + cube))
+def executed_flops(rows: int, cols: int) -> float:
+    """Of the matrix products that `orthogonalize` makes for one block on this CPU."""
+    return 2.0 * multiplications(rows, cols, 5, torch.float32, torch.device("cpu"))
 
 
 def peak(size: int) -> float:
@@ -81,22 +77,20 @@ def peak(size: int) -> float:
     return 2.0 * size**3 / (time.perf_counter() - start)
 
 
-def medians(steps: dict[str, Step], rounds: int, patience: float = 60.0) -> dict[str, float]:
-    """Round after round, interleaved. Who has used up its `patience` in seconds sits out the rest of the rounds."""
+def medians(steps: dict[str, Step], rounds: int, patience: float = 60.0, warm: int = 1) -> dict[str, float]:
+    """Round after round, interleaved, `warm` of them uncounted.
+
+    Who has used up its `patience` in seconds sits out the rest of the rounds; who gets no counted one has its last.
+    """
     times: dict[str, list[float]] = {name: [] for name in steps}
-    first: dict[str, float] = {}
-    for number in range(rounds + 1):
+    for _ in range(warm + rounds):
         for name, step in steps.items():
-            if number and first[name] + sum(times[name]) > patience:
+            if sum(times[name]) > patience:
                 continue
             start = time.perf_counter()
             step()
-            seconds = time.perf_counter() - start
-            if number:
-                times[name].append(seconds)
-            else:
-                first[name] = seconds  # the warm-up, which counts only for those who get no other round
-    return {name: statistics.median(values or [first[name]]) for name, values in times.items()}
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values[warm:] or values[-1:]) for name, values in times.items()}
 
 
 def peers(layers: int, width: int) -> dict[str, Step]:
@@ -174,13 +168,15 @@ def compare_training(config: GPTConfig, rows: int, length: int, micro: int, roun
             print(f"not compiled: {why_not}")
         optimizer = build(model)
 
-        def step() -> None:
-            for i in range(0, rows, micro):
+        def step(count: int = rows) -> None:
+            for i in range(0, count, micro):
                 loss: Tensor = call(ids[i : i + micro], targets[i : i + micro], None) / ids.numel()
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
 
+        for _ in range(2):  # compiles
+            step(micro)
         return step
 
     def normuon(model: nn.Module) -> torch.optim.Optimizer:
@@ -195,6 +191,8 @@ def compare_training(config: GPTConfig, rows: int, length: int, micro: int, roun
             "NorMuon + Adam": trainer(normuon),
         },
         rounds,
+        patience=math.inf,
+        warm=0,
     )
     base = times["AdamW, fused"]
     shape = f"{config.layers} layers of width {config.width}"
@@ -227,7 +225,8 @@ def main() -> None:
         compare_training(pocket, 32, 128, 32, 3 * args.rounds)
         compare_training(pocket, 8, 128, 8, 6 * args.rounds)
         if args.large:
-            compare_training(GPTConfig(layers=12, width=768, heads=12, vocab=4096, tied=True), 128, 256, 8, 2)
+            gpt2 = GPTConfig(layers=12, width=768, heads=12, vocab=50_304, tied=True)
+            compare_training(gpt2, 128, 256, 8, 2)
 
 
 if __name__ == "__main__":

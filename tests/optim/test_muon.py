@@ -1,6 +1,8 @@
 """Muon and NorMuon against the plain reference, over shapes, groups, blocks and options; and against torch's Muon."""
 
+import copy
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -104,15 +106,39 @@ def test_parity_with_torch_muon_over_100_steps(adjust, scale, nesterov) -> None:
 
 
 def test_a_bucket_spans_groups_and_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Q, K, V of a fused matrix and an output matrix in another group are one stack of four."""
+    """Q, K, V of a fused matrix and an output matrix in another group are one stack of four.
+
+    Tall and wide matrices are two stacks, and one bucket.
+    """
     seen = []
-    real = muon_module.orthogonalize_stack
-    monkeypatch.setattr(muon_module, "orthogonalize_stack", lambda g, *a: (seen.append(tuple(g.shape)), real(g, *a))[1])
-    qkv, out, up = parameters([(24, 8), (8, 8), (32, 8)])
-    optimizer = Muon([{"params": [qkv], "blocks": 3}, {"params": [out, up], "lr": 0.1}], lr=0.02)
-    give([qkv, out, up], 0)
+    real = muon_module.orthogonalize_stacks
+
+    def recorded(stacks: list[torch.Tensor], *args: Any) -> list[torch.Tensor]:
+        seen.append([tuple(x.shape) for x in stacks])
+        return real(stacks, *args)
+
+    monkeypatch.setattr(muon_module, "orthogonalize_stacks", recorded)
+    qkv, out, up, down = parameters([(24, 8), (8, 8), (32, 8), (8, 32)])
+    optimizer = Muon([{"params": [qkv], "blocks": 3}, {"params": [out, up, down], "lr": 0.1}], lr=0.02)
+    give([qkv, out, up, down], 0)
     optimizer.step()
-    assert sorted(seen) == [(1, 32, 8), (4, 8, 8)]
+    assert seen == [[(4, 8, 8)], [(1, 32, 8), (1, 8, 32)]]
+
+
+def test_memory_on_the_way_is_used_again() -> None:
+    """From the second step on there is one piece of it; copies of an optimizer do not carry it along."""
+    params = parameters([(24, 8), (8, 8), (32, 8), (8, 32)])
+    optimizer = NorMuon(params, lr=0.02)
+    pieces = []
+    for step in range(4):
+        give(params, step)
+        optimizer.step()
+        pieces.append(optimizer._space.memory.data_ptr())
+    assert pieces[1] == pieces[2] == pieces[3]
+    assert len(optimizer._space.memory) < 5 * 4 * sum(p.numel() for p in params)
+    copied = copy.deepcopy(optimizer)
+    assert not hasattr(copied, "_space")
+    copied.step()  # on weights of its own
 
 
 def test_large_buckets_are_cut_and_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

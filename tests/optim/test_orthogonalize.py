@@ -7,16 +7,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from speedrun.optim.orthogonalize import (
     NEWTON_SCHULZ_PER_STEP,
     POLAR_EXPRESS,
+    Symmetric,
+    Workspace,
+    block_count,
     complete_squares,
     fast_dtype,
     iterate_direct,
     iterate_gram,
     iterate_plain,
+    multiplications,
     orthogonalize,
+    orthogonalize_stacks,
 )
 from tests.optim import reference
 
@@ -118,16 +124,80 @@ def test_completed_squares_and_the_gram_route_are_the_plain_polynomial(shape, tr
     x /= x.norm(dim=(-2, -1), keepdim=True) * 1.02
     plain = iterate_plain(x.double(), triples).float()
     first, shifts = complete_squares(triples)
-    torch.testing.assert_close(iterate_direct(x * first, shifts), plain, atol=5e-6, rtol=0)
-    torch.testing.assert_close(iterate_gram(x * first, shifts), plain, atol=5e-4, rtol=0)
+    torch.testing.assert_close(iterate_direct(x * first, shifts, Workspace()), plain, atol=5e-6, rtol=0)
+    torch.testing.assert_close(iterate_gram([x * first], shifts, Workspace())[0], plain, atol=5e-4, rtol=0)
 
 
 @pytest.mark.parametrize("shape", [(2, 9, 30), (2, 30, 9), (3, 17, 17)])
-def test_mirrored_parts_are_the_computed_ones(shape, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_below_the_diagonal_need_not_be_computed(shape, monkeypatch: pytest.MonkeyPatch) -> None:
     g = matrices(2, *shape)
     whole = orthogonalize(g)
-    monkeypatch.setattr(sys.modules["speedrun.optim.orthogonalize"], "_MIRROR_SIDE", 4)
+    monkeypatch.setattr(sys.modules["speedrun.optim.orthogonalize"], "_BLOCK_SIDE", 4)  # two blocks and four
     torch.testing.assert_close(orthogonalize(g), whole, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("side", "blocks"), [(255, 1), (256, 2), (401, 3), (577, 4)])
+def test_symmetric_matrices_in_blocks_are_what_they_are_in_one_piece(side: int, blocks: int) -> None:
+    x = matrices(1, 2, side, side + 3) / side**0.5
+    found = Symmetric(2, x, Workspace())
+    assert block_count(side, x.device) == blocks
+    assert len(found.blocks) == blocks * (blocks + 1) // 2
+    gram = x @ x.mT
+    torch.testing.assert_close(found.gram([found.bands_of(x)]).whole(), gram, atol=1e-5, rtol=1e-5)
+    square = Symmetric(2, x, Workspace()).product(found.shift(2.0), found)
+    shifted = gram + 2 * torch.eye(side)
+    torch.testing.assert_close(square.whole(), shifted @ shifted, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(torch.cat(found.diagonal(), -1), shifted.diagonal(dim1=-2, dim2=-1))
+
+
+def test_a_workspace_grows_once_and_hands_out_parts_that_do_not_overlap() -> None:
+    space, like = Workspace(), torch.empty(0, dtype=torch.float64)
+    for turn in range(3):
+        space.begin()
+        parts = [space.empty((3, 5), like), space.empty((7,), like.float()), space.empty((2, 2), like)]
+        for number, part in enumerate(parts):
+            part.fill_(number)
+        assert [(tuple(p.shape), p.dtype) for p in parts] == [
+            ((3, 5), torch.float64), ((7,), torch.float32), ((2, 2), torch.float64),
+        ]  # fmt: skip
+        for number, part in enumerate(parts):
+            assert torch.equal(part, torch.full_like(part, number))
+        shared = {p.untyped_storage().data_ptr() for p in parts}
+        assert len(shared) == (3 if turn == 0 else 1)
+        assert all(p.data_ptr() % 64 == 0 for p in parts)
+
+
+def test_tall_and_wide_matrices_go_together() -> None:
+    tall, wide = matrices(1, 3, 40, 10), matrices(2, 2, 10, 40)
+    triples = (tall.clone(), wide.clone())
+    both = orthogonalize_stacks([tall, wide], "polar-express", 5, None, torch.float32)
+    for g, out in zip(triples, both, strict=True):
+        torch.testing.assert_close(out, orthogonalize(g), atol=1e-6, rtol=0)
+    assert torch.equal(tall, triples[0]), "without a workspace nothing is overwritten"
+
+
+def test_multiplications_are_those_that_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted where the products are made: torch.bmm, baddbmm_ and @."""
+    made = 0.0
+
+    def counting(name: str, owner: object, first: int) -> None:
+        real = getattr(owner, name)
+
+        def counted(*args: Tensor, **options: object) -> Tensor:
+            nonlocal made
+            a, b = args[first : first + 2]
+            made += len(a) * a.shape[-2] * a.shape[-1] * b.shape[-1]
+            return real(*args, **options)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    counting("bmm", torch, 0)
+    counting("baddbmm_", Tensor, 1)
+    counting("__matmul__", Tensor, 0)
+    for rows, cols in ((400, 400), (96, 384), (384, 96), (384, 800)):
+        made = 0.0
+        orthogonalize(matrices(0, rows, cols))
+        assert made == pytest.approx(multiplications(rows, cols, 5, torch.float32, torch.device("cpu")))
 
 
 def test_svd_falls_back_when_lapack_does_not_converge(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from speedrun import cli
 from speedrun.data.shards import TokenFolder
 from speedrun.race import ablate
 from speedrun.race.ablate import BASE, SHORTER, Ablate, lines_of, switches_of, variants
+from speedrun.race.children import Children
 from speedrun.race.statistics import effect, holm
 from speedrun.recipes import LINEAGE, get_recipe
 from speedrun.train.config import differences
@@ -32,7 +33,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, minutes: float = 1.0) -> list[tuple
     """Runs whose loss is a formula; returns what is run, as it comes."""
     ran: list[tuple[str, int]] = []
 
-    def execute(given: Ablate, name: str, recipe: object, seed: int) -> dict[str, Any]:
+    def execute(given: Ablate, children: Children, name: str, recipe: object, seed: int) -> dict[str, Any]:
         ran.append((name, seed))
         loss = 4.0 + 0.001 * seed + {BASE: 0.0, SHORTER: 0.02, "qk-norm": 0.04, "zero-init": -0.01}.get(name, 0.0)
         noise = 0.001 * math.sin(1000 * seed + len(name))
@@ -124,10 +125,10 @@ def test_a_real_ablation_of_one_switch(
 ) -> None:
     """Real training, inside this process: three starts of Python would take longer than everything else."""
 
-    def run_here(words: list[str]) -> subprocess.CompletedProcess[str]:
+    def run_here(_: Children, words: list[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(words, cli.main(words[3:]), "", "")
 
-    monkeypatch.setattr(ablate, "process", run_here)
+    monkeypatch.setattr(Children, "run", run_here)
     extra = "--switches zero-init --seeds 1 --plot a.svg --markdown a.md"
     code, _, err = speedrun(*shlex.split(LINE), "--data", held_out.path, *extra.split())
     assert (code, err) == (0, "")
@@ -167,7 +168,7 @@ def test_jobs_share_the_cores(held_out: TokenFolder, speedrun: Speedrun, monkeyp
     """Two runs at a time, each with half of the cores, while a third one waits for its turn."""
     both, threads = threading.Barrier(2, timeout=30), []
 
-    def process(words: list[str]) -> subprocess.CompletedProcess[str]:
+    def process(_: Children, words: list[str]) -> subprocess.CompletedProcess[str]:
         if len(threads) < 2:
             both.wait()  # nobody gets here alone
         threads.append(words[words.index("--threads") + 1])
@@ -177,7 +178,7 @@ def test_jobs_share_the_cores(held_out: TokenFolder, speedrun: Speedrun, monkeyp
         (folder / "result.json").write_text(json.dumps(result))
         return subprocess.CompletedProcess(words, 0, "", "")
 
-    monkeypatch.setattr(ablate, "process", process)
+    monkeypatch.setattr(Children, "run", process)
     monkeypatch.setattr(ablate, "usable_cores", lambda: 6)
     line = LINE.replace("--threads 1", "--jobs 2 --seeds 1 --switches zero-init")
     assert speedrun(*shlex.split(line), "--data", held_out.path)[0] == 0

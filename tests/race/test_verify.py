@@ -450,6 +450,19 @@ def test_a_replay_of_some_steps(raced: Path, held_out: TokenFolder, speedrun: Sp
     assert out.count("3 steps repeated, losses agree to the last bit") == 2
 
 
+def test_another_version_may_round_otherwise(
+    race_copy: Path, held_out: TokenFolder, speedrun: Speedrun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may also be wrong, which is more than rounding."""
+    monkeypatch.setattr("speedrun.race.replay.source_sha256", lambda: "0" * 64)
+    line = ("verify", race_copy, "--replay", "--steps", "3", "--data", held_out.path)
+    code, out, _ = speedrun(*line)
+    assert code == 0
+    assert out.count("losses agree within 0: another version of speedrun trained there") == 2
+    monkeypatch.setattr("speedrun.race.replay.TOLERANCE", -1.0)
+    assert speedrun(*line)[0] == 2
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [

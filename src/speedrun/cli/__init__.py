@@ -29,6 +29,7 @@ from speedrun.cli.telling import data, doctor, recipes, sample, tracks
 from speedrun.cli.training import train
 from speedrun.cli.words import dispatch
 from speedrun.errors import UserError
+from speedrun.race.children import Terminated
 from speedrun.train.distributed import speaks
 from speedrun.train.watch import RankLost
 
@@ -74,9 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not e.told:
             print(f"speedrun: {e}; all ranks end.", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as e:
         print("speedrun: stopped", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return 128 + (signal.SIGTERM if isinstance(e, Terminated) else signal.SIGINT)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `| head` has seen enough
         return 1

@@ -13,6 +13,7 @@ from speedrun.race import ablate as ablate_room
 from speedrun.race import commands as race_room
 from speedrun.race import records as records_room
 from speedrun.race import sweep as sweep_room
+from speedrun.race.children import terminable
 from speedrun.race.race import Race
 from speedrun.report import compare as compare_room
 from speedrun.report import export as export_room
@@ -22,11 +23,13 @@ from speedrun.report.ablation import ablation_svg
 from speedrun.report.records import records_svg
 
 
+@terminable()
 def sweep(args: Sequence[str]) -> int:
     given = parse(sweep_room.Sweep, "sweep", args, about=sweep_room.__doc__)
     return sweep_room.run(given, console)
 
 
+@terminable()
 def race(args: Sequence[str]) -> int:
     about = "Plan, run and judge a race. Exit code 0 for `valid` and `faster`, 1 for any other verdict."
     return race_room.hold(parse(Race, "race", args, about=about), console, export_room.export)
@@ -43,6 +46,7 @@ def verify(args: Sequence[str]) -> int:
     return race_room.verify(given, console, export_room.export)
 
 
+@terminable()
 def challenge(args: Sequence[str]) -> int:
     about = "Race somebody's record against its baseline again, on this machine, with fresh seeds."
     return race_room.challenge(parse(race_room.Challenge, "challenge", args, about=about), console)
@@ -94,6 +98,7 @@ def compare(args: Sequence[str]) -> int:
     return 0
 
 
+@terminable()
 def ablate(args: Sequence[str]) -> int:
     given = parse(ablate_room.Ablate, "ablate", args, about=ablate_room.__doc__)
     lines = ablate_room.run(given, console)

@@ -563,7 +563,8 @@ def effort(ref: Ref) -> float:
     group, p = ref.group, ref.param
     grid = Grid(p.shape, value_at(group["matrix"], ref.index), value_at(group["blocks"], ref.index), ref.name)
     dtype = group["dtype"] or fast_dtype(p.device)
-    return grid.count * multiplications(grid.rows, grid.cols, group["steps"], dtype) + PER_WEIGHT * p.numel()
+    products = multiplications(grid.rows, grid.cols, group["steps"], dtype, p.device)
+    return grid.count * products + PER_WEIGHT * p.numel()
 
 
 def halves(refs: list[Ref], parts: int) -> list[list[Ref]]:

@@ -18,7 +18,14 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from speedrun.optim.base import Group, SpeedrunOptimizer, Work, named, require, value_at
-from speedrun.optim.orthogonalize import Coefficients, Method, check_method, fast_dtype, orthogonalize_stack
+from speedrun.optim.orthogonalize import (
+    Coefficients,
+    Method,
+    Workspace,
+    check_method,
+    fast_dtype,
+    orthogonalize_stacks,
+)
 from speedrun.optim.sharded import local_of, part_of, whole_of
 
 Scale = Literal["none", "unit-variance", "spectral", "match-rms-adamw"]
@@ -76,6 +83,9 @@ class Grid:
     def join(self, x_Nrc: Tensor) -> Tensor:
         """Back to the parameter's shape; a view unless blocks lie side by side in the columns."""
         return self.stack_view(x_Nrc).transpose(2, 3).reshape(self.shape)
+
+
+Stack = list[tuple[Work, Grid]]
 
 
 class Muon(SpeedrunOptimizer):
@@ -162,44 +172,61 @@ class Muon(SpeedrunOptimizer):
     # ------------------------------------------------------------------ step
 
     def _update(self, work: list[Work], finite: float | Tensor) -> None:
+        space = self.__dict__.setdefault("_space", Workspace())
         for bucket in self._buckets(work):
-            self._step_bucket(bucket, finite)
+            space.begin()
+            self._step_bucket(bucket, finite, space)
 
     def _bucket_key(self, w: Work, grid: Grid) -> tuple[Any, ...]:
-        """Blocks with equal keys go through the orthogonaliser together."""
+        """Blocks with equal keys go through the orthogonaliser together; tall and wide ones of the same sides, too."""
         g = w.group
         triples = None if g["coefficients"] is None else tuple(map(tuple, g["coefficients"]))
         dtype = g["dtype"] or (torch.float64 if w.param.dtype == torch.float64 else fast_dtype(w.param.device))
-        return w.param.device, grid.rows, grid.cols, g["method"], g["steps"], triples, dtype
+        return w.param.device, *sorted((grid.rows, grid.cols)), g["method"], g["steps"], triples, dtype
 
-    def _buckets(self, work: list[Work]) -> Iterator[list[tuple[Work, Grid]]]:
-        buckets: dict[tuple[Any, ...], list[tuple[Work, Grid]]] = defaultdict(list)
+    def _stack_key(self, w: Work, grid: Grid) -> tuple[Any, ...]:
+        """Blocks of one bucket with equal keys are one stack."""
+        return grid.rows, grid.cols
+
+    def _buckets(self, work: list[Work]) -> Iterator[list[Stack]]:
+        buckets: dict[tuple[Any, ...], Stack] = defaultdict(list)
         for w in work:
             grid = Grid(w.shape, w.of("matrix"), w.of("blocks"), w.name)
             buckets[self._bucket_key(w, grid)].append((w, grid))
         for members in buckets.values():
-            chunk: list[tuple[Work, Grid]] = []
             grid = members[0][1]
             limit = CHUNK_BYTES // (4 * grid.rows * grid.cols) // 2 * 2  # an even number keeps pairs of cores busy
+            chunk: Stack = []
             for member in members:
                 if chunk and sum(g.count for _, g in [*chunk, member]) > limit:
-                    yield chunk
+                    yield self._stacks(chunk)
                     chunk = []
                 chunk.append(member)
-            yield chunk
+            yield self._stacks(chunk)
 
-    def _step_bucket(self, bucket: list[tuple[Work, Grid]], finite: float | Tensor) -> None:
-        first, grid = bucket[0]
-        _, rows, cols, method, steps, triples, dtype = self._bucket_key(first, grid)[:7]
+    def _stacks(self, members: Stack) -> list[Stack]:
+        stacks: dict[tuple[Any, ...], Stack] = defaultdict(list)
+        for w, grid in members:
+            stacks[self._stack_key(w, grid)].append((w, grid))
+        return list(stacks.values())
+
+    def _step_bucket(self, bucket: list[Stack], finite: float | Tensor, space: Workspace) -> None:
+        first, grid = bucket[0][0]
+        _, _, _, method, steps, triples, dtype = self._bucket_key(first, grid)
         wide = torch.float64 if first.param.dtype == torch.float64 else torch.float32
-        stack_Nrc = torch.empty(sum(g.count for _, g in bucket), rows, cols, dtype=wide, device=first.param.device)
-        parts = stack_Nrc.split([g.count for _, g in bucket])
-        for (w, g), part in zip(bucket, parts, strict=True):
-            self._momentum(w, g.stack_view(part), g, finite)
-        out_Nrc = orthogonalize_stack(stack_Nrc, method, steps, triples, dtype).to(wide)
-        out_Nrc = self._normalize(bucket, out_Nrc, finite)
-        for (w, g), part in zip(bucket, out_Nrc.split([g.count for _, g in bucket]), strict=True):
-            self._apply(w, g.join(part), scale_of(w.group["scale"], g.rows, g.cols), finite)
+        like = torch.empty(0, dtype=wide, device=first.param.device)
+        stacks = []
+        for stack in bucket:
+            counts, grid = [g.count for _, g in stack], stack[0][1]
+            stack_Nrc = space.empty((sum(counts), grid.rows, grid.cols), like)
+            for (w, g), part in zip(stack, stack_Nrc.split(counts), strict=True):
+                self._momentum(w, g.stack_view(part), g, finite)
+            stacks.append(stack_Nrc)
+        updates = orthogonalize_stacks(stacks, method, steps, triples, dtype, space)
+        for stack, out_Nrc in zip(bucket, updates, strict=True):
+            out_Nrc = self._normalize(stack, out_Nrc.to(wide), finite, space)
+            for (w, g), part in zip(stack, out_Nrc.split([g.count for _, g in stack]), strict=True):
+                self._apply(w, g.join(part), scale_of(w.group["scale"], g.rows, g.cols), finite)
 
     def _momentum(self, w: Work, part: Tensor, grid: Grid, finite: float | Tensor) -> None:
         """Advance the momentum, and write what is to be orthogonalised into the stack."""
@@ -232,7 +259,7 @@ class Muon(SpeedrunOptimizer):
         else:
             torch.add(g, m, alpha=mu, out=out)
 
-    def _normalize(self, bucket: list[tuple[Work, Grid]], out_Nrc: Tensor, finite: float | Tensor) -> Tensor:
+    def _normalize(self, stack: Stack, out_Nrc: Tensor, finite: float | Tensor, space: Workspace) -> Tensor:
         return out_Nrc
 
     def _apply(self, w: Work, update: Tensor, scale: float, finite: float | Tensor) -> None:
@@ -308,19 +335,20 @@ class NorMuon(Muon):
         axis = axis or (-1 if grid.rows >= grid.cols else -2)
         return (grid.count, grid.rows, 1) if axis == -1 else (grid.count, 1, grid.cols)
 
-    def _bucket_key(self, w: Work, grid: Grid) -> tuple[Any, ...]:
-        return *super()._bucket_key(w, grid), self._second_shape(grid, w.of("axis"))[1:], w.group["beta2"]
+    def _stack_key(self, w: Work, grid: Grid) -> tuple[Any, ...]:
+        return *super()._stack_key(w, grid), self._second_shape(grid, w.of("axis"))[1:], w.group["beta2"]
 
-    def _normalize(self, bucket: list[tuple[Work, Grid]], out_Nrc: Tensor, finite: float | Tensor) -> Tensor:
-        for w, grid in bucket:
+    def _normalize(self, stack: Stack, out_Nrc: Tensor, finite: float | Tensor, space: Workspace) -> Tensor:
+        for w, grid in stack:
             if "second_moment" not in w.state:
                 w.state["second_moment"] = out_Nrc.new_zeros(self._second_shape(grid, w.of("axis")))
-        moments: list[Tensor] = [w.state["second_moment"] for w, _ in bucket]
+        moments: list[Tensor] = [w.state["second_moment"] for w, _ in stack]
         second = torch.cat(moments)
         axis = -1 if second.shape[-1] == 1 and out_Nrc.shape[-2] == second.shape[-2] else -2
         size = out_Nrc.shape[axis]
-        mean_square = torch.linalg.vector_norm(out_Nrc, dim=axis, keepdim=True).square_().div_(size)
-        second.lerp_(mean_square, (1 - bucket[0][0].group["beta2"]) * finite)
+        squares_Nrc = torch.mul(out_Nrc, out_Nrc, out=space.empty(out_Nrc.shape, out_Nrc))
+        mean_square = squares_Nrc.mean(axis, keepdim=True)
+        second.lerp_(mean_square, (1 - stack[0][0].group["beta2"]) * finite)
         for moment, fresh in zip(moments, second.split([len(m) for m in moments]), strict=True):
             moment.copy_(fresh)
         factor = second.clamp(min=1e-10).rsqrt_()

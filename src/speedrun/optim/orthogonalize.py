@@ -12,6 +12,7 @@ Shapes: N matrices of m rows and n columns, s = min(m, n).
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Literal, get_args
 
@@ -52,15 +53,44 @@ _CLASSIC = (15 / 8, -10 / 8, 3 / 8)  # converges to 1 exactly, slowly: used when
 # five iterations 2 r + 17 against 10 r + 5 products of s^3.
 _GRAM_RATIO = 1.5
 _GRAM_STEPS = 5
-_MIRROR_SIDE, _PANELS = (
-    512,
-    4,
-)  # from this side on, mirroring beats computing: 0.9 of the time at 768; measured on a CPU
+# On a CPU, symmetric matrices are cut into at most so many rows of blocks of at least this side, and half of the blocks
+# are never computed: 0.8 of the time for sides of 384 and 768. Smaller blocks are not worth their calls.
+_BLOCK_SIDE = 128
+_MOST_BLOCKS = 4
+_SMALL = 1e-12  # above it, and below its inverse, a norm in float32 is right whatever the matrix
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
     """bfloat16 on CUDA; float32 elsewhere, as most CPUs multiply bfloat16 several times slower."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+class Workspace:
+    """Memory for what a step needs on the way, kept for the next step.
+
+    On a CPU, fresh memory is slow memory: a product whose result is new runs at half the speed. GPUs have an allocator
+    that keeps what was freed.
+    """
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.wanted = 0
+
+    def begin(self) -> None:
+        """All of it is free again. What did not fit since the last time will fit from now on."""
+        if self.wanted > len(self.memory):
+            self.memory = torch.empty(self.wanted, dtype=torch.uint8)
+        self.wanted = 0
+
+    def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Of this shape, with the dtype and on the device of another tensor."""
+        start, size = self.wanted, math.prod(shape) * like.itemsize
+        if like.device.type != "cpu" or torch.compiler.is_compiling():
+            return like.new_empty(shape)
+        self.wanted += -(-size // 64) * 64
+        if self.wanted > len(self.memory):
+            return like.new_empty(shape)
+        return self.memory[start : start + size].view(like.dtype).view(shape)
 
 
 @torch.no_grad()
@@ -86,7 +116,8 @@ def orthogonalize(
         return g.clone()
     if dtype is None:
         dtype = torch.float64 if g.dtype == torch.float64 else fast_dtype(g.device)
-    return orthogonalize_stack(g.reshape(-1, *g.shape[-2:]), method, steps, coefficients, dtype).to(g.dtype).view_as(g)
+    (out_Nmn,) = orthogonalize_stacks([g.reshape(-1, *g.shape[-2:])], method, steps, coefficients, dtype)
+    return out_Nmn.to(g.dtype).view_as(g)
 
 
 def check_method(method: str, steps: int, coefficients: Coefficients | None) -> None:
@@ -98,12 +129,20 @@ def check_method(method: str, steps: int, coefficients: Coefficients | None) -> 
         raise ValueError(f"coefficients is {coefficients!r}; it must hold triples (a, b, c), at least one.")
 
 
-def orthogonalize_stack(
-    g_Nmn: Tensor, method: str, steps: int, coefficients: Coefficients | None, dtype: torch.dtype
-) -> Tensor:
-    """What `orthogonalize` does, on a stack and without casting back: the result has `dtype`, or that of SVD."""
+def orthogonalize_stacks(
+    stacks: list[Tensor],
+    method: str,
+    steps: int,
+    coefficients: Coefficients | None,
+    dtype: torch.dtype,
+    space: Workspace | None = None,
+) -> list[Tensor]:
+    """What `orthogonalize` does, on stacks (N, m, n) whose matrices are m x n or n x m, and without casting back.
+
+    The results have `dtype`, or that of SVD. With a workspace they lie in it, and the stacks are used up.
+    """
     if method == "svd":
-        return _by_svd(g_Nmn.to(torch.float64 if dtype == torch.float64 else torch.float32))
+        return [_by_svd(g_Nmn.to(torch.float64 if dtype == torch.float64 else torch.float32)) for g_Nmn in stacks]
     default, margin = _DEFAULTS[method]
     triples = list(default if coefficients is None else coefficients)[:steps]
     triples += triples[-1:] * (steps - len(triples))
@@ -111,36 +150,54 @@ def orthogonalize_stack(
     square = dtype in (torch.float32, torch.float64) and all(c > 0 for _, _, c in triples)
     first, shifts = complete_squares(triples) if square else (1.0, [])
     # The scale is taken out in at least float32: in half precision squares overflow, and 1e30 squared does anywhere.
-    x_Nmn = _unit_norm(g_Nmn.to(torch.promote_types(dtype, torch.float32)), margin / first).to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    xs = [_unit_norm(g_Nmn.to(wide), margin / first, in_place=space is not None).to(dtype) for g_Nmn in stacks]
     if not square:
-        return iterate_plain(x_Nmn, triples)
-    m, n = x_Nmn.shape[-2:]
+        return [iterate_plain(x_Nmn, triples) for x_Nmn in xs]
+    space = space or Workspace()
+    m, n = xs[0].shape[-2:]
     # Each iteration on the Gram matrix magnifies its rounding errors, which after eight or more of them swamp the
     # result for a rank-deficient matrix.
     if steps <= _GRAM_STEPS and max(m, n) > _GRAM_RATIO * min(m, n):
-        return iterate_gram(x_Nmn, shifts)
-    return iterate_direct(x_Nmn, shifts)
+        return iterate_gram(xs, shifts, space)
+    return [
+        iterate_direct(x.mT.contiguous(), shifts, space).mT if is_tall(x) else iterate_direct(x, shifts, space)
+        for x in xs
+    ]
 
 
-def multiplications(rows: int, cols: int, steps: int, dtype: torch.dtype) -> int:
+def multiplications(rows: int, cols: int, steps: int, dtype: torch.dtype, device: torch.device) -> float:
     """In the products for one matrix, by the route that it takes."""
     short, long = sorted((rows, cols))
-    if dtype in (torch.float32, torch.float64) and steps <= _GRAM_STEPS and long > _GRAM_RATIO * short:
-        return 2 * short * short * long + (4 * steps - 3) * short**3
-    return steps * (2 * short * short * long + short**3)
+    blocks = block_count(short, device)
+    wide = dtype in (torch.float32, torch.float64)
+    symmetric = (blocks + 1) / (2 * blocks) if wide else 1.0  # so much of a symmetric product is computed
+    large, cube = short * short * long, short**3
+    if wide and steps <= _GRAM_STEPS and long > _GRAM_RATIO * short:
+        return large + symmetric * (large + (4 * steps - 3) * cube)
+    return steps * (large + symmetric * (large + cube))
 
 
-def _unit_norm(x_Nmn: Tensor, margin: float) -> Tensor:
+def _unit_norm(x_Nmn: Tensor, margin: float, in_place: bool = False) -> Tensor:
     """Each matrix over (its Frobenius norm * margin), without overflow or underflow on the way. Zeros stay zeros."""
-    sum_N11 = torch.linalg.vector_norm(x_Nmn, 1, dim=(-2, -1), keepdim=True)
-    x_Nmn = x_Nmn / torch.where(sum_N11 > 0, sum_N11 / x_Nmn[0].numel(), 1)
-    norm_N11 = torch.linalg.vector_norm(x_Nmn, dim=(-2, -1), keepdim=True)  # at least 1, unless the matrix is zero
-    return x_Nmn.mul_(norm_N11.clamp_(min=1).mul_(margin).reciprocal_())
+    x_Nmn = x_Nmn if in_place else x_Nmn.clone(memory_format=torch.contiguous_format)
+    norm_N11 = torch.linalg.vector_norm(x_Nmn, dim=(-2, -1), keepdim=True)
+    asking_is_cheap = x_Nmn.device.type == "cpu" and not torch.compiler.is_compiling()
+    if not (asking_is_cheap and ((norm_N11 > _SMALL) & (norm_N11 < 1 / _SMALL)).all()):
+        sum_N11 = torch.linalg.vector_norm(x_Nmn, 1, dim=(-2, -1), keepdim=True)
+        x_Nmn.div_(torch.where(sum_N11 > 0, sum_N11 / x_Nmn[0].numel(), 1))
+        # Now it is at least 1, unless the matrix is zero.
+        norm_N11 = torch.linalg.vector_norm(x_Nmn, dim=(-2, -1), keepdim=True).clamp_(min=1)
+    return x_Nmn.mul_(norm_N11.mul_(margin).reciprocal_())
+
+
+def is_tall(x_Nmn: Tensor) -> bool:
+    return x_Nmn.shape[-2] > x_Nmn.shape[-1]
 
 
 def iterate_plain(x_Nmn: Tensor, triples: Coefficients) -> Tensor:
     """X <- a X + (b S + c S^2) X with S = X X^T, or the mirror image for tall matrices: three products an iteration."""
-    tall = x_Nmn.shape[-2] > x_Nmn.shape[-1]
+    tall = is_tall(x_Nmn)
     for a, b, c in triples:
         s_Nss = x_Nmn.mT @ x_Nmn if tall else x_Nmn @ x_Nmn.mT
         s_Nss = torch.baddbmm(s_Nss, s_Nss, s_Nss, beta=b, alpha=c)
@@ -167,75 +224,130 @@ def complete_squares(triples: Coefficients) -> tuple[float, Shifts]:
     return t, shifts[::-1]
 
 
-def iterate_direct(x_Nmn: Tensor, shifts: Shifts) -> Tensor:
-    """What `iterate_plain` does, from an X that has been multiplied by the first factor of `complete_squares`.
+def iterate_direct(x_Nsk: Tensor, shifts: Shifts, space: Workspace) -> Tensor:
+    """What `iterate_plain` does, from a wide X that has been multiplied by the first factor of `complete_squares`.
 
-    X is used up: products go to and fro between a few buffers, since fresh memory is slow memory.
+    X is used up: products go to and fro between two buffers, in bands of rows where S has blocks.
     """
-    tall = x_Nmn.shape[-2] > x_Nmn.shape[-1]
-    side = min(x_Nmn.shape[-2:])
-    s_Nss, p_Nss = (x_Nmn.new_empty(len(x_Nmn), side, side) for _ in range(2))
-    other_Nmn = torch.empty_like(x_Nmn, memory_format=torch.contiguous_format)
-    for beta, gamma in shifts:
-        _symmetric(x_Nmn.mT, x_Nmn, s_Nss) if tall else _symmetric(x_Nmn, x_Nmn.mT, s_Nss)
-        _diagonal(s_Nss).add_(beta)
-        _symmetric(s_Nss, s_Nss, p_Nss)
-        _diagonal(p_Nss).add_(gamma)
-        torch.bmm(*((x_Nmn, p_Nss) if tall else (p_Nss, x_Nmn)), out=other_Nmn)
-        x_Nmn, other_Nmn = other_Nmn, x_Nmn
-    return x_Nmn
+    s_Nss, p_Nss = (Symmetric(len(x_Nsk), x_Nsk, space) for _ in range(2))
+    now = s_Nss.bands_of(x_Nsk)
+    one = [space.empty(band.shape, band) for band in now]
+    other = now if len(now) == 1 else [space.empty(band.shape, band) for band in now]
+    for (beta, gamma), out in zip(shifts, itertools.cycle((one, other)), strict=False):
+        s_Nss.gram([now]).shift(beta)
+        now = p_Nss.product(s_Nss, s_Nss).shift(gamma).times(now, out)
+    return now[0] if len(now) == 1 else torch.cat(now, 1, out=x_Nsk)
 
 
-def iterate_gram(x_Nmn: Tensor, shifts: Shifts) -> Tensor:
+def iterate_gram(xs: list[Tensor], shifts: Shifts, space: Workspace) -> list[Tensor]:
     """The same, with all iterations on S = X X^T and one product with X at the end.
 
     One iteration multiplies X by P = (S + beta I)^2 + gamma I. P and S commute, so S becomes P S P, and the product of
-    all P is applied to X once. All of these are symmetric.
+    all P is applied to X once. All of these are symmetric, and wide and tall matrices go through them together.
     """
-    tall = x_Nmn.shape[-2] > x_Nmn.shape[-1]
-    side = min(x_Nmn.shape[-2:])
-    spare = [x_Nmn.new_empty(len(x_Nmn), side, side) for _ in range(4)]
-    s_Nss = _symmetric(x_Nmn.mT, x_Nmn, spare.pop()) if tall else _symmetric(x_Nmn, x_Nmn.mT, spare.pop())
-    product_Nss: Tensor | None = None
+    spare = [Symmetric(sum(map(len, xs)), xs[0], space) for _ in range(4)]
+    s_Nss = spare.pop()
+    s_Nss.gram([s_Nss.bands_of(x_Nmn.mT if is_tall(x_Nmn) else x_Nmn) for x_Nmn in xs])
+    product_Nss: Symmetric | None = None
     for k, (beta, gamma) in enumerate(shifts):
-        diagonal_Ns = _diagonal(s_Nss).clone()
-        _diagonal(s_Nss).add_(beta)
-        p_Nss = _symmetric(s_Nss, s_Nss, spare.pop())
-        _diagonal(p_Nss).add_(gamma)
-        _diagonal(s_Nss).copy_(diagonal_Ns)
+        diagonal = [d_Nk.clone() for d_Nk in s_Nss.diagonal()]
+        s_Nss.shift(beta)
+        p_Nss = spare.pop().product(s_Nss, s_Nss).shift(gamma)
+        for d_Nk, before_Nk in zip(s_Nss.diagonal(), diagonal, strict=True):
+            d_Nk.copy_(before_Nk)
         if k + 1 < len(shifts):
-            half_Nss = _symmetric(s_Nss, p_Nss, spare.pop())
-            _symmetric(p_Nss, half_Nss, s_Nss)
+            half_Nss = spare.pop().product(s_Nss, p_Nss)
+            s_Nss.product(p_Nss, half_Nss)
             spare.append(half_Nss)
         if product_Nss is None:
             product_Nss = p_Nss
         else:
-            longer_Nss = _symmetric(product_Nss, p_Nss, spare.pop())
+            longer_Nss = spare.pop().product(product_Nss, p_Nss)
             spare += [product_Nss, p_Nss]
             product_Nss = longer_Nss
     assert product_Nss is not None
-    return x_Nmn @ product_Nss if tall else product_Nss @ x_Nmn
+    found = []
+    for x_Nmn, whole_Nss in zip(xs, product_Nss.whole().split([len(x) for x in xs]), strict=True):
+        factors = (x_Nmn, whole_Nss) if is_tall(x_Nmn) else (whole_Nss, x_Nmn)
+        found.append(torch.bmm(*factors, out=space.empty(x_Nmn.shape, x_Nmn)))
+    return found
 
 
-def _diagonal(x_Nss: Tensor) -> Tensor:
-    return x_Nss.diagonal(dim1=-2, dim2=-1)
+class Symmetric:
+    """A stack of symmetric matrices, cut into blocks, of which those below the diagonal are never computed.
 
-
-def _symmetric(a_Nsk: Tensor, b_Nks: Tensor, out_Nss: Tensor) -> Tensor:
-    """A product that is known to be symmetric. Of a large one on a CPU, what lies right of the panels is mirrored.
-
-    The panels are bands of rows, each computed up to where the diagonal leaves it.
+    Their side is the shorter one of `x_Nmn`. Small matrices, and all of them on a GPU, are one block.
     """
-    s = a_Nsk.shape[-2]
-    if s < _MIRROR_SIDE or a_Nsk.device.type != "cpu":
-        return torch.bmm(a_Nsk, b_Nks, out=out_Nss)
-    edges = [s * i // _PANELS for i in range(_PANELS + 1)]
-    bands = list(itertools.pairwise(edges))
-    for start, end in bands:
-        torch.bmm(a_Nsk[:, start:end], b_Nks[:, :, :end], out=out_Nss[:, start:end, :end])
-    for start, end in bands[:-1]:
-        out_Nss[:, start:end, end:] = out_Nss[:, end:, start:end].mT
-    return out_Nss
+
+    def __init__(self, count: int, x_Nmn: Tensor, space: Workspace) -> None:
+        self.count, self.side, self.x_Nmn, self.space = count, min(x_Nmn.shape[-2:]), x_Nmn, space
+        blocks = block_count(self.side, x_Nmn.device)
+        edges = [self.side * i // blocks for i in range(blocks + 1)]
+        self.bands = [slice(*pair) for pair in itertools.pairwise(edges)]
+        sizes = [band.stop - band.start for band in self.bands]
+        self.blocks = {
+            (i, j): space.empty((count, sizes[i], sizes[j]), x_Nmn) for i in range(blocks) for j in range(i, blocks)
+        }
+
+    def __getitem__(self, at: tuple[int, int]) -> Tensor:
+        i, j = at
+        return self.blocks[i, j] if i <= j else self.blocks[j, i].mT
+
+    def bands_of(self, x_Nsk: Tensor) -> list[Tensor]:
+        """The rows that belong to each row of blocks."""
+        return [x_Nsk[:, band] for band in self.bands]
+
+    def gram(self, stacks: list[list[Tensor]]) -> "Symmetric":
+        """Becomes X X^T of one stack after the other, each given as its bands."""
+        start = 0
+        for x in stacks:
+            end = start + len(x[0])
+            for (i, j), out in self.blocks.items():
+                torch.bmm(x[i], x[j].mT, out=out[start:end])
+            start = end
+        return self
+
+    def times(self, x: list[Tensor], out: list[Tensor]) -> list[Tensor]:
+        """S X, both in bands."""
+        for i, band in enumerate(out):
+            _sum_of_products([self[i, j] for j in range(len(x))], x, band)
+        return out
+
+    def product(self, a: "Symmetric", b: "Symmetric") -> "Symmetric":
+        """Becomes A B, for matrices that commute: no other product of two symmetric ones is symmetric."""
+        for (i, j), out in self.blocks.items():
+            every = range(len(self.bands))
+            _sum_of_products([a[i, k] for k in every], [b[k, j] for k in every], out)
+        return self
+
+    def diagonal(self) -> list[Tensor]:
+        return [self.blocks[i, i].diagonal(dim1=-2, dim2=-1) for i in range(len(self.bands))]
+
+    def shift(self, by: float) -> "Symmetric":
+        """Becomes S + by I."""
+        for d_Nk in self.diagonal():
+            d_Nk.add_(by)
+        return self
+
+    def whole(self) -> Tensor:
+        """As plain matrices (N, s, s)."""
+        if len(self.bands) == 1:
+            return self.blocks[0, 0]
+        whole_Nss = self.space.empty((self.count, self.side, self.side), self.x_Nmn)
+        for i, rows in enumerate(self.bands):
+            for j, cols in enumerate(self.bands):
+                whole_Nss[:, rows, cols] = self[i, j]
+        return whole_Nss
+
+
+def _sum_of_products(a: list[Tensor], b: list[Tensor], out: Tensor) -> None:
+    torch.bmm(a[0], b[0], out=out)
+    for left, right in zip(a[1:], b[1:], strict=True):
+        out.baddbmm_(left, right)
+
+
+def block_count(side: int, device: torch.device) -> int:
+    return max(1, min(side // _BLOCK_SIDE, _MOST_BLOCKS)) if device.type == "cpu" else 1
 
 
 def _by_svd(g_Nmn: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ def busiest(item: Item, speed: Speed) -> float:
         load = [0.0] * item.team.size
         for ref in item.refs:
             p = ref.param
-            flops = 2 * multiplications(len(p), p[0].numel(), 5, torch.bfloat16)
+            flops = 2 * multiplications(len(p), p[0].numel(), 5, torch.bfloat16, p.device)
             load[item.owner[p]] += flops / speed.flops + touched(p.numel(), p.itemsize)
         return max(load)
     if isinstance(item, Rows):

@@ -13,8 +13,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import signal
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +28,7 @@ from speedrun.errors import UserError, nearest
 from speedrun.files import explained, write_atomic
 from speedrun.options import unset
 from speedrun.race import plan as plans
+from speedrun.race.children import Children
 from speedrun.race.race import side
 from speedrun.race.statistics import Effect, effect, holm
 from speedrun.race.sweep import keep_to, read_rows
@@ -202,8 +201,9 @@ def run(given: Ablate, console: Console) -> list["Line"]:
             console.print(f"the budget of {given.budget:g} minutes allows no further round; raise --budget to go on")
             break
         turn = missing if number % 2 == 0 else missing[::-1]
-        with ThreadPoolExecutor(given.jobs) as pool:
-            for row in pool.map(partial(execute, given, seed=seed), turn, [entrants[name] for name in turn]):
+        with ThreadPoolExecutor(given.jobs) as pool, Children() as children:
+            each = partial(execute, given, children, seed=seed)
+            for row in pool.map(each, turn, [entrants[name] for name in turn]):
                 rows.add(row)
                 text = f"loss {row['loss']:.4f}  {row['seconds']:.2f} s" if row["status"] == "ok" else row["status"]
                 console.print(f"  seed {seed}  {row['variant']}: {text}")
@@ -239,11 +239,7 @@ class Rows:
         self.rows.append(row)
 
 
-def process(words: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, capture_output=True, text=True)
-
-
-def execute(given: Ablate, name: str, recipe: Recipe, seed: int) -> Row:
+def execute(given: Ablate, children: Children, name: str, recipe: Recipe, seed: int) -> Row:
     slug = hashlib.sha256(name.encode()).hexdigest()[:8]
     folder = given.out / "runs" / f"{slug}-s{seed}-{time.time_ns()}"
     words = [sys.executable, "-m", "speedrun", "train", "--recipe", recipe.name, "--track", recipe.track]
@@ -254,9 +250,7 @@ def execute(given: Ablate, name: str, recipe: Recipe, seed: int) -> Row:
     words += ["--compile", str(given.compile), "--seed", str(seed), "--out", str(folder)]
     words += ["--checkpoint-every", "0", "--save", "False", "--sample", "False"]
     began = time.monotonic()
-    done = process(words)
-    if done.returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM):
-        raise KeyboardInterrupt  # somebody stopped the run: that says nothing about the switch
+    done = children.run(words)
     if done.returncode not in (0, 1) or not (folder / "result.json").exists():
         last = (done.stderr.strip().splitlines() or ["no message"])[-1].removeprefix("speedrun: ")
         raise UserError(f"The run without {name!r} ended without a result: {last}")

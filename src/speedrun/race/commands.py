@@ -109,7 +109,7 @@ def verify(given: Verify, console: Console, script: records.Script) -> int:
                 problems.append(done.problem)
                 console.print(f"--  {done.problem}")
             else:
-                how = "to the last bit" if done.exact else f"within {done.worst:.2g}: another kind of machine"
+                how = f"within {done.worst:.2g}: {done.inexact}" if done.inexact else "to the last bit"
                 console.print(f"ok  {entry.name}: {done.steps} steps repeated, losses agree {how}")
     for note in found.notes:
         console.print(f"??  cannot be known from these files: {note}")

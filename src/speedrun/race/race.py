@@ -8,7 +8,6 @@ set aside and starts again from step 0. What it may not do is change the plan.
 
 import dataclasses
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from speedrun.errors import UserError, nearest
 from speedrun.files import locked, sha256_file, write_atomic, write_json
 from speedrun.options import unset
 from speedrun.race import plan as plans
+from speedrun.race.children import was_stopped
 from speedrun.race.evidence import INTERRUPTED, MANIFEST, RUNS, Run, examine_run, write_manifest
 from speedrun.race.plan import PLAN, Entry, Plan
 from speedrun.race.statistics import ALPHA, FEWEST
@@ -270,7 +270,7 @@ class Course:
         errors.unlink()
         if finished(path):
             return
-        if child.returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+        if was_stopped(child.returncode):
             raise KeyboardInterrupt  # somebody stopped the run, and so the race
         last = (said or [f"exit code {child.returncode}"])[-1].removeprefix("speedrun: ")
         raise UserError(f"Run {entry.name} ended without a result: {last} Mend that; the same command goes on.")

@@ -2,8 +2,8 @@
 
     speedrun verify races/NAME --replay --steps 20
 
-On the same kind of CPU with the same torch and number of threads the losses must be the same to the last bit; elsewhere
-they may differ by rounding, which grows with the steps.
+On the same kind of CPU, with the same torch, number of threads and version of this program, the losses must be the same
+to the last bit; elsewhere they may differ by rounding, which grows with the steps.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from speedrun.train.device import choose
 from speedrun.train.loop import Options, Trainer
 from speedrun.train.progress import Report
 from speedrun.train.run import hashes
-from speedrun.train.runlog import RunFolder
+from speedrun.train.runlog import RunFolder, source_sha256
 
 TOLERANCE = 0.01  # of a loss, where bits may differ
 
@@ -29,8 +29,8 @@ TOLERANCE = 0.01  # of a loss, where bits may differ
 @dataclass(frozen=True)
 class Replay:
     steps: int
-    exact: bool
-    """Whether bits had to agree."""
+    inexact: str
+    """Why bits may differ; empty: they had to agree."""
     worst: float
     problem: str | None
 
@@ -65,12 +65,15 @@ def replay(run: Run, plan: Plan, steps: int, data: Path | None) -> Replay:
         finally:
             torch.compiler.set_stance("default")
     here, there = this_machine(), plan.machine
-    exact = all(here[name] == there[name] for name in ("cpu", "torch", "cpu_capability", "devices"))
-    exact = exact and here["devices"] == ["cpu"]
-    allowed = 0.0 if exact else TOLERANCE
+    inexact = ""
+    if plan.source_sha256 != source_sha256():
+        inexact = "another version of speedrun trained there"
+    elif here["devices"] != ["cpu"] or any(here[k] != there[k] for k in ("cpu", "torch", "cpu_capability", "devices")):
+        inexact = "another kind of machine"
+    allowed = TOLERANCE if inexact else 0.0
     problem, worst = None, 0.0
     for (what, mine), theirs in zip(again, told, strict=True):
         worst = max(worst, abs(mine - theirs))
         if problem is None and not abs(mine - theirs) <= allowed:
             problem = f"{run.entry.name}: {what} gives {mine!r} here, but {theirs!r} is written there"
-    return Replay(steps, exact, worst, problem)
+    return Replay(steps, inexact, worst, problem)

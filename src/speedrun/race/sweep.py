@@ -16,9 +16,7 @@ import json
 import math
 import random
 import shlex
-import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -32,6 +30,7 @@ from rich.table import Table
 
 from speedrun.errors import UserError, nearest
 from speedrun.files import explained, write_atomic, write_json
+from speedrun.race.children import Children
 from speedrun.recipes import DEFAULT, get_recipe
 from speedrun.tracks import get_track, own_track
 from speedrun.train.config import Recipe, fields_of, with_fields
@@ -226,9 +225,7 @@ class Bench:
         command = [sys.executable, "-m", "speedrun", *self.train_command(wanted), "--seed", str(seed)]
         command += ["--out", str(folder), "--checkpoint-every", "0", "--save", "False", "--sample", "False"]
         began = time.monotonic()
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM):
-            raise KeyboardInterrupt  # somebody stopped the trial: that says nothing about the candidate
+        done = Children().run(command)
         row: dict[str, Any] = {"key": key, "kind": kind, "fields": changes, "seed": seed, "steps": steps}
         row["minutes"] = (time.monotonic() - began) / 60
         if done.returncode not in (0, 1) or not (folder / "result.json").exists():

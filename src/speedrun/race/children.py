@@ -1,0 +1,74 @@
+"""Runs as processes of their own, which end with whoever started them.
+
+Ctrl-C reaches a whole terminal, but `docker stop`, a queue or `kill` tell one process: SIGTERM. Within `terminable` it
+ends a race, sweep or ablation as Ctrl-C does, together with the runs that it is waiting for.
+"""
+
+import contextlib
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM."""
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def was_stopped(code: int) -> bool:
+    """Whether a process ended by Ctrl-C or SIGTERM, by itself or before it could."""
+    return code in (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
+
+
+class Children:
+    """Processes started from several threads. An exception inside `with` stops them all, and no other begins."""
+
+    def __init__(self) -> None:
+        self.alive: set[subprocess.Popen[str]] = set()
+        self.stopped = False
+        self.lock = threading.Lock()
+
+    def __enter__(self) -> "Children":
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        with self.lock:
+            self.stopped = kind is not None
+            for child in self.alive if self.stopped else ():
+                child.terminate()
+
+    def run(self, words: list[str]) -> subprocess.CompletedProcess[str]:
+        """To its end, which is an early one if somebody stops it, us or all."""
+        with self.lock:
+            if self.stopped:
+                raise Terminated
+            child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            self.alive.add(child)
+        with child:
+            try:
+                out, errors = child.communicate()
+            except BaseException:
+                child.terminate()
+                raise
+            finally:
+                with self.lock:
+                    self.alive.discard(child)
+        if was_stopped(child.returncode):
+            raise KeyboardInterrupt  # and so everything ends: that somebody stopped it says nothing about the run
+        return subprocess.CompletedProcess(words, child.returncode, out, errors)
