@@ -15,10 +15,11 @@ from scipy import stats
 from speedrun import cli
 from speedrun.data.shards import TokenFolder
 from speedrun.race import ablate
-from speedrun.race.ablate import BASE, SHORTER, Ablate, lines_of, switches_of, variants
+from speedrun.race.ablate import BASE, SHORTER, Ablate, Line, lines_of, switches_of, variants
 from speedrun.race.children import Children
-from speedrun.race.statistics import effect, holm
+from speedrun.race.statistics import Effect, effect, holm
 from speedrun.recipes import LINEAGE, get_recipe
+from speedrun.report.ablation import ablation_svg, bounds
 from speedrun.train.config import differences
 from tests.race.conftest import SMALL, Speedrun
 
@@ -115,6 +116,20 @@ def test_the_table_is_sorted_and_keeps_what_harms_and_what_failed() -> None:
     text = "\n".join("  ".join(row) for row in ablate.table(lines))
     assert "5 runs failed" in text
     assert "| a | 5 |" in ablate.markdown(lines)
+
+
+def test_one_huge_effect_does_not_flatten_the_others() -> None:
+    small = [Effect(5, mean, mean - 0.01, mean + 0.01, 0.5) for mean in (0.05, -0.02, 0.0)]
+    huge = Effect(5, 2.0, 1.9, 2.1, 0.001)
+    assert bounds([*small, huge]) == pytest.approx((-0.03, 0.06))
+    assert bounds([*small[:2], Effect(5, 0.14, 0.1, 0.2, 0.1)]) == pytest.approx((-0.03, 0.2)), "large, not huge"
+    assert bounds([huge]) == (0.0, 2.1)
+    assert bounds([Effect(1, 0.0, math.nan, math.nan, math.nan)]) == (0.0, 0.0)
+    lines = [Line(name, 0, e, 0.5, None, None) for name, e in zip("abcd", [*small, huge], strict=True)]
+    drawn = ablation_svg("some recipe", lines)
+    assert drawn.count("\u25b6") == 1, "an arrow points to what lies outside"
+    assert drawn.count("<circle") == 3
+    assert "+2.0000" in drawn
 
 
 # -------------------------------------------------------------------- the command
