@@ -16,6 +16,7 @@ import pytest
 
 from speedrun import cli
 from speedrun.data.shards import TokenFolder
+from speedrun.race.children import Children
 from speedrun.race.sweep import Bench, Range, effort, grouped
 from speedrun.recipes import get_recipe
 from tests.conftest import make_token_folder
@@ -243,8 +244,9 @@ def test_the_effort_adds_up_over_the_sweeps_beside_this_one(sweep: Sweep, monkey
 
 
 def test_somebody_who_stops_a_trial_stops_the_sweep(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
-    stopped = subprocess.CompletedProcess([], 128 + signal.SIGTERM, "", "")
-    monkeypatch.setattr("speedrun.race.sweep.subprocess.run", lambda *args, **kinds: stopped)
+    run = Children.run
+    stopped = [sys.executable, "-c", f"import sys; sys.exit({128 + signal.SIGTERM})"]
+    monkeypatch.setattr(Children, "run", lambda children, words: run(children, stopped))
     code, _, err = sweep("--vary optim.lr=0.01,0.02")
     assert (code, err) == (130, "speedrun: stopped\n")
     assert not Path("sweeps/sweep/rows.jsonl").exists()
