@@ -159,8 +159,9 @@ def compare_training(config: GPTConfig, rows: int, length: int, micro: int, roun
     """Whole steps: forward and backward over `rows`, `micro` at a time, then the optimizer."""
     ids = torch.randint(0, config.vocab, (rows, length))
     targets = ids.roll(-1, 1)
+    spent: dict[str, list[tuple[float, float]]] = {"AdamW, fused": [], "NorMuon + Adam": []}
 
-    def trainer(build: Callable[[nn.Module], torch.optim.Optimizer]) -> Step:
+    def trainer(name: str, build: Callable[[nn.Module], torch.optim.Optimizer]) -> Step:
         torch.manual_seed(0)
         model = GPT(config, length)
         call, why_not = compiled(model, True, ids.device)
@@ -169,14 +170,18 @@ def compare_training(config: GPTConfig, rows: int, length: int, micro: int, roun
         optimizer = build(model)
 
         def step(count: int = rows) -> None:
+            start = time.perf_counter()
             for i in range(0, count, micro):
                 loss: Tensor = call(ids[i : i + micro], targets[i : i + micro], None) / ids.numel()
                 loss.backward()
+            middle = time.perf_counter()
             optimizer.step()
             optimizer.zero_grad()
+            spent[name].append((middle - start, time.perf_counter() - middle))
 
         for _ in range(2):  # compiles
             step(micro)
+        spent[name].clear()
         return step
 
     def normuon(model: nn.Module) -> torch.optim.Optimizer:
@@ -185,20 +190,20 @@ def compare_training(config: GPTConfig, rows: int, length: int, micro: int, roun
         group["blocks"] = [3 if "qkv" in name else 1 for name, _ in group["params"]]
         return Combined(NorMuon([group], lr=0.02), Adam(plan.adam, lr=0.003))
 
-    times = medians(
-        {
-            "AdamW, fused": trainer(lambda model: torch.optim.AdamW(model.parameters(), lr=0.001, fused=True)),
-            "NorMuon + Adam": trainer(normuon),
-        },
-        rounds,
-        patience=math.inf,
-        warm=0,
-    )
+    def adamw(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=0.001, fused=True)
+
+    steps = {name: trainer(name, build) for name, build in zip(spent, (adamw, normuon), strict=True)}
+    times = medians(steps, rounds, patience=math.inf, warm=0)
     base = times["AdamW, fused"]
     shape = f"{config.layers} layers of width {config.width}"
     print(f"\ntraining: {shape}, {rows * length:,} tokens a step, {micro} rows at a time")
+    alone = {name: statistics.median(optimizer for _, optimizer in pairs) for name, pairs in spent.items()}
     for name, value in times.items():
-        print(f"  {name:16} {1e3 * value:9.1f} ms   {value / base:.3f}x")
+        print(f"  {name:16} {1e3 * value:9.1f} ms   {value / base:.3f}x   optimizer alone {1e3 * alone[name]:8.1f} ms")
+    model = statistics.median(forward for pairs in spent.values() for forward, _ in pairs)
+    parts = (model + alone["NorMuon + Adam"]) / (model + alone["AdamW, fused"])
+    print(f"  forward and backward are the same in both: with their common median {parts:.3f}x")
 
 
 def main() -> None:
