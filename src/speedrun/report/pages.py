@@ -153,13 +153,19 @@ def ablation_page(folder: Path) -> str:
         drawn.insert(0, page.wide(ablation_svg(title, lines), "effect of every switch, with 95 % intervals"))
     columns = ("variant", "seed", "status", "loss", "seconds", "tokens", "steps")
     runs: Rows = [columns, *(tuple(row.get(c, "") for c in columns) for row in rows)]
+    digits = {"loss": ".4f", "seconds": ".2f", "tokens": ",", "steps": ","}  # the CSV has all of them
+
+    def cell(name: str, value: object) -> object:
+        return format(value, digits.get(name, "")) if value is not None else "-"
+
+    shown: Rows = [columns, *(tuple(map(cell, columns, row)) for row in runs[1:])]
     asked = [(k, json.dumps(v)) for k, v in about.items() if k not in ("base", "files", "variants")]
     return finish(
         f"Ablation: {title}",
         Lead("ablation", words),
         [
             Section("effects", "Effects", drawn, effects),
-            Section("runs", "Every run", [page.table(runs, "in the order they were made")], runs),
+            Section("runs", "Every run", [page.table(shown, "in the order they were made")], runs),
             Section("about", "What was asked", [facts(asked, "the ablation")]),
         ],
     )
