@@ -1,6 +1,6 @@
 """One step of our optimizers against their peers, against a plain version, and against the machine.
 
-    python -m benchmarks.optimizers                    # all of it, an hour on two cores
+    python -m benchmarks.optimizers                    # all of it, up to an hour on two cores
     python -m benchmarks.optimizers --part steps       # optimizer steps alone
     python -m benchmarks.optimizers --part training    # NorMuon + Adam against fused AdamW in whole training steps
 
