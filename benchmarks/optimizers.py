@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from speedrun.model.gpt import GPT, GPTConfig
 from speedrun.optim import Adam, Combined, Muon, NorMuon, orthogonalize, route
-from speedrun.optim.orthogonalize import multiplications
+from speedrun.optim.polynomial import multiplications
 from speedrun.train.device import choose, compiled
 
 Step = Callable[[], object]

@@ -31,6 +31,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="slow; run with --slow"))
 
 
+@pytest.fixture(autouse=True)
+def same_random_numbers_every_time() -> None:
+    torch.manual_seed(0)
+
+
 def make_token_folder(path: Path, *, train: int = 20_000, val: int = 1_000, seed: int = 0) -> TokenFolder:
     """A token folder of learnable nonsense in the pocket vocabulary: each token mostly follows from the last."""
     rng = np.random.default_rng(seed)

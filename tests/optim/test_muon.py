@@ -2,7 +2,6 @@
 
 import copy
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -105,44 +104,54 @@ def test_parity_with_torch_muon_over_100_steps(adjust, scale, nesterov) -> None:
         assert (p - q).norm() < 0.03 * moved
 
 
-def test_a_bucket_spans_groups_and_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_spans_groups_and_blocks() -> None:
     """Q, K, V of a fused matrix and an output matrix in another group are one stack of four.
 
     Tall and wide matrices are two stacks, and one bucket.
     """
-    seen = []
-    real = muon_module.orthogonalize_stacks
-
-    def recorded(stacks: list[torch.Tensor], *args: Any) -> list[torch.Tensor]:
-        seen.append([tuple(x.shape) for x in stacks])
-        return real(stacks, *args)
-
-    monkeypatch.setattr(muon_module, "orthogonalize_stacks", recorded)
     qkv, out, up, down = parameters([(24, 8), (8, 8), (32, 8), (8, 32)])
     optimizer = Muon([{"params": [qkv], "blocks": 3}, {"params": [out, up, down], "lr": 0.1}], lr=0.02)
     give([qkv, out, up, down], 0)
     optimizer.step()
-    assert seen == [[(4, 8, 8)], [(1, 32, 8), (1, 8, 32)]]
+    shapes = [[tuple(x.shape) for x in found.stacks] for found in optimizer._orthogonalizers.values()]
+    assert shapes == [[(4, 8, 8)], [(1, 32, 8), (1, 8, 32)]]
 
 
 def test_memory_on_the_way_is_used_again() -> None:
-    """From the second step on there is one piece of it; copies of an optimizer do not carry it along."""
+    """It is allocated in the first step; copies of an optimizer do not carry it along."""
     params = parameters([(24, 8), (8, 8), (32, 8), (8, 32)])
     optimizer = NorMuon(params, lr=0.02)
-    pieces = []
-    for step in range(4):
+    kept = []
+    for step in range(3):
         give(params, step)
         optimizer.step()
-        pieces.append(optimizer._space.memory.data_ptr())
-    assert pieces[1] == pieces[2] == pieces[3]
-    assert len(optimizer._space.memory) < 5 * 4 * sum(p.numel() for p in params)
+        kept.append([x.data_ptr() for found in optimizer._orthogonalizers.values() for x in found.stacks])
+    assert kept[0] == kept[1] == kept[2]
     copied = copy.deepcopy(optimizer)
-    assert not hasattr(copied, "_space")
+    assert not hasattr(copied, "_orthogonalizers")
     copied.step()  # on weights of its own
+
+
+def test_memory_is_bounded_when_ever_other_matrices_have_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(muon_module, "KEPT", 2)
+    params, same = parameters([(8, 8)] * 4), parameters([(8, 8)] * 4)
+    a, b = Muon(params, lr=0.02), [Muon([p], lr=0.02) for p in same]
+    for step, count in enumerate((1, 2, 3, 4, 1, 3)):
+        for p, q in zip(params, same, strict=True):
+            p.grad = q.grad = None
+        give(params[:count], step)
+        give(same[:count], step)
+        a.step()
+        for optimizer in b:
+            optimizer.step()
+        assert len(a._orthogonalizers) <= 2
+    for p, q in zip(params, same, strict=True):
+        torch.testing.assert_close(p, q)
 
 
 def test_large_buckets_are_cut_and_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, cut = parameters([(8, 8)] * 5), parameters([(8, 8)] * 5)
+    monkeypatch.setattr(muon_module, "LEAST", 2)
     for params, limit in ((whole, 2**30), (cut, 2 * 4 * 64)):
         monkeypatch.setattr(muon_module, "CHUNK_BYTES", limit)
         optimizer = NorMuon(params, lr=0.02)

@@ -1,7 +1,6 @@
 """The orthogonalisers: against float64 formulas, over scales, shapes, ranks, and where LAPACK fails."""
 
 import re
-import sys
 
 import pytest
 import torch
@@ -9,21 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from speedrun.optim import polynomial
 from speedrun.optim.orthogonalize import (
     NEWTON_SCHULZ_PER_STEP,
     POLAR_EXPRESS,
-    Symmetric,
-    Workspace,
-    block_count,
-    complete_squares,
+    Orthogonalizer,
     fast_dtype,
-    iterate_direct,
-    iterate_gram,
-    iterate_plain,
-    multiplications,
     orthogonalize,
-    orthogonalize_stacks,
 )
+from speedrun.optim.polynomial import Program, block_count, iterate_plain, multiplications
 from tests.optim import reference
 
 METHODS = ["polar-express", "newton-schulz", "svd"]
@@ -79,6 +72,13 @@ def test_rank_deficient_matrices_stay_bounded(method, m, n, rank, steps, seed) -
     assert torch.linalg.matrix_norm(out.double(), 2) <= 1.25
 
 
+@pytest.mark.parametrize("shape", [(200, 800), (800, 200), (200, 200)])
+@pytest.mark.parametrize("rank", [1, 7, 150])
+def test_so_do_those_that_are_cut_into_blocks(shape, rank) -> None:
+    g = matrices(rank, shape[0], rank) @ matrices(rank + 1, rank, shape[1])
+    assert torch.linalg.matrix_norm(orthogonalize(g).double(), 2) <= 1.25
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_any_dtype_comes_back_in_its_own(dtype) -> None:
     g = matrices(0, 3, 12, 20).to(dtype)
@@ -118,63 +118,60 @@ def test_coefficients_of_ones_own(shape) -> None:
 
 
 @pytest.mark.parametrize("triples", [POLAR_EXPRESS, NEWTON_SCHULZ_PER_STEP], ids=["polar-express", "per-step"])
-@pytest.mark.parametrize("shape", [(4, 24, 96), (4, 96, 24), (2, 48, 48)])
-def test_completed_squares_and_the_gram_route_are_the_plain_polynomial(shape, triples) -> None:
-    x = matrices(1, *shape)
-    x /= x.norm(dim=(-2, -1), keepdim=True) * 1.02
-    plain = iterate_plain(x.double(), triples).float()
-    first, shifts = complete_squares(triples)
-    if shape[-1] >= shape[-2]:
-        torch.testing.assert_close(iterate_direct(x * first, shifts, Workspace()), plain, atol=5e-6, rtol=0)
-    torch.testing.assert_close(iterate_gram([x * first], shifts, Workspace())[0], plain, atol=5e-4, rtol=0)
+@pytest.mark.parametrize("by_gram", [False, True], ids=["direct", "gram"])
+@pytest.mark.parametrize("shape", [(4, 24, 96), (4, 96, 24), (2, 48, 48), (1, 30, 41)])
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_a_program_is_the_plain_polynomial(shape, triples, by_gram, blocks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By both routes, whatever the shape, and with symmetric matrices in one piece or in blocks, also uneven ones."""
+    monkeypatch.setattr(polynomial, "by_gram", lambda *_: by_gram)
+    monkeypatch.setattr(polynomial, "block_count", lambda *_: blocks)
+    g = matrices(1, *shape)
+    plain = iterate_plain(g.double() / (g.double().norm(dim=(-2, -1), keepdim=True) * 1.02), triples).float()
+    program = Program([shape], triples, 1.02, g)
+    for _ in range(2):  # it can be run again, whatever the first run left behind
+        program.stacks[0].copy_(g)
+        (out,) = program.run()
+        torch.testing.assert_close(out, plain, atol=5e-4 if by_gram else 5e-6, rtol=0)
 
 
-@pytest.mark.parametrize("shape", [(2, 9, 30), (2, 30, 9), (3, 17, 17)])
-def test_blocks_below_the_diagonal_need_not_be_computed(shape, monkeypatch: pytest.MonkeyPatch) -> None:
-    g = matrices(2, *shape)
-    whole = orthogonalize(g)
-    monkeypatch.setattr(sys.modules["speedrun.optim.orthogonalize"], "_BLOCK_SIDE", 4)  # two blocks and four
-    torch.testing.assert_close(orthogonalize(g), whole, atol=1e-5, rtol=0)
+@pytest.mark.parametrize(("side", "blocks"), [(191, 1), (192, 2), (300, 3), (577, 4)])
+def test_blocks_below_the_diagonal_are_views_of_those_above(side: int, blocks: int) -> None:
+    program = Program([(2, side, side)], POLAR_EXPRESS, 1.02, torch.empty(0))
+    assert block_count(side, torch.device("cpu")) == blocks
+    assert block_count(side, torch.device("cuda")) == 1
+    found = program._symmetric(2)
+    for (i, j), block in found.items():
+        assert block.data_ptr() == found[j, i].data_ptr()
+        assert block.shape == found[j, i].mT.shape
+    assert sum(found[i, i].shape[-1] for i in range(blocks)) == side
 
 
-@pytest.mark.parametrize(("side", "blocks"), [(255, 1), (256, 2), (401, 3), (577, 4)])
-def test_symmetric_matrices_in_blocks_are_what_they_are_in_one_piece(side: int, blocks: int) -> None:
-    x = matrices(1, 2, side, side + 3) / side**0.5
-    found = Symmetric(2, x, Workspace())
-    assert block_count(side, x.device) == blocks
-    assert len(found.blocks) == blocks * (blocks + 1) // 2
-    gram = x @ x.mT
-    torch.testing.assert_close(found.gram([found.bands_of(x)]).whole(), gram, atol=1e-5, rtol=1e-5)
-    square = Symmetric(2, x, Workspace()).product(found.shift(2.0), found)
-    shifted = gram + 2 * torch.eye(side)
-    torch.testing.assert_close(square.whole(), shifted @ shifted, atol=1e-4, rtol=1e-5)
-    torch.testing.assert_close(torch.cat(found.diagonal(), -1), shifted.diagonal(dim1=-2, dim2=-1))
-
-
-def test_a_workspace_grows_once_and_hands_out_parts_that_do_not_overlap() -> None:
-    space, like = Workspace(), torch.empty(0, dtype=torch.float64)
-    for turn in range(3):
-        space.begin()
-        parts = [space.empty((3, 5), like), space.empty((7,), like.float()), space.empty((2, 2), like)]
-        for number, part in enumerate(parts):
-            part.fill_(number)
-        assert [(tuple(p.shape), p.dtype) for p in parts] == [
-            ((3, 5), torch.float64), ((7,), torch.float32), ((2, 2), torch.float64),
-        ]  # fmt: skip
-        for number, part in enumerate(parts):
-            assert torch.equal(part, torch.full_like(part, number))
-        shared = {p.untyped_storage().data_ptr() for p in parts}
-        assert len(shared) == (3 if turn == 0 else 1)
-        assert all(p.data_ptr() % 64 == 0 for p in parts)
-
-
-def test_tall_and_wide_matrices_go_together() -> None:
-    tall, wide = matrices(1, 3, 40, 10), matrices(2, 2, 10, 40)
-    triples = (tall.clone(), wide.clone())
-    both = orthogonalize_stacks([tall, wide], "polar-express", 5, None, torch.float32)
-    for g, out in zip(triples, both, strict=True):
+@pytest.mark.parametrize("shapes", [[(3, 40, 10), (2, 10, 40)], [(2, 12, 10), (3, 10, 12)]], ids=["gram", "direct"])
+def test_tall_and_wide_matrices_go_together(shapes) -> None:
+    both = Orthogonalizer(shapes, "polar-express", 5, None, torch.float32, torch.empty(0))
+    given = [matrices(n, *shape) for n, shape in enumerate(shapes)]
+    for stack, g in zip(both.stacks, given, strict=True):
+        stack.copy_(g)
+    for out, g in zip(both.run(), given, strict=True):
         torch.testing.assert_close(out, orthogonalize(g), atol=1e-6, rtol=0)
-    assert torch.equal(tall, triples[0]), "without a workspace nothing is overwritten"
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_an_orthogonalizer_computes_in_the_dtype_it_was_given(method, dtype) -> None:
+    g = matrices(3, 2, 9, 20)
+    orthogonalizer = Orthogonalizer([g.shape], method, 5, None, dtype, g)
+    for _ in range(2):
+        orthogonalizer.stacks[0].copy_(g)
+        (out,) = orthogonalizer.run()
+        assert out.dtype == (torch.float32 if method == "svd" and dtype == torch.bfloat16 else dtype)
+        torch.testing.assert_close(out.to(g.dtype), orthogonalize(g, method, dtype=dtype), atol=0, rtol=0)
+
+
+def test_it_can_be_compiled() -> None:
+    """Inside somebody's compiled function no program is made, and the formula goes through the compiler."""
+    g = matrices(4, 3, 8, 20)
+    torch.testing.assert_close(torch.compile(orthogonalize, backend="eager")(g), orthogonalize(g), atol=1e-5, rtol=0)
 
 
 def test_multiplications_are_those_that_are_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,8 +33,9 @@ from torch.optim.optimizer import Optimizer
 from speedrun.optim.base import Group, NonFiniteGradient, SpeedrunOptimizer, Work, all_finite, named, value_at
 from speedrun.optim.exact_bf16 import join
 from speedrun.optim.muon import Grid, Muon
-from speedrun.optim.orthogonalize import fast_dtype, multiplications
+from speedrun.optim.orthogonalize import fast_dtype
 from speedrun.optim.pipeline import ORDERS, Item, Matrices, Order, Ref, Rows, Small, Team, check_order
+from speedrun.optim.polynomial import multiplications
 
 Loss = TypeVar("Loss")
 

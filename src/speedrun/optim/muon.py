@@ -18,14 +18,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from speedrun.optim.base import Group, SpeedrunOptimizer, Work, named, require, value_at
-from speedrun.optim.orthogonalize import (
-    Coefficients,
-    Method,
-    Workspace,
-    check_method,
-    fast_dtype,
-    orthogonalize_stacks,
-)
+from speedrun.optim.orthogonalize import Method, Orthogonalizer, check_method, fast_dtype
+from speedrun.optim.polynomial import Coefficients
 from speedrun.optim.sharded import local_of, part_of, whole_of
 
 Scale = Literal["none", "unit-variance", "spectral", "match-rms-adamw"]
@@ -35,7 +29,9 @@ MomentumForm = Literal["ema", "classical"]
 Matrix = Literal["flatten", "batch"]
 Blocks = int | tuple[int, int]
 
-CHUNK_BYTES = 16 * 2**20  # of one stack in float32: bounds the memory of a step, and larger ones were slower
+CHUNK_BYTES = 40 * 2**20  # of one stack in float32: bounds the memory of a step, and larger ones were slower
+LEAST = 4  # matrices in a stack however large they are: fewer were slower
+KEPT = 16  # orthogonalizers with their memory; models whose matrices do not all get gradients need ever others
 
 
 def scale_of(rule: str, rows: int, cols: int) -> float:
@@ -172,10 +168,8 @@ class Muon(SpeedrunOptimizer):
     # ------------------------------------------------------------------ step
 
     def _update(self, work: list[Work], finite: float | Tensor) -> None:
-        space = self.__dict__.setdefault("_space", Workspace())
         for bucket in self._buckets(work):
-            space.begin()
-            self._step_bucket(bucket, finite, space)
+            self._step_bucket(bucket, finite)
 
     def _bucket_key(self, w: Work, grid: Grid) -> tuple[Any, ...]:
         """Blocks with equal keys go through the orthogonaliser together; tall and wide ones of the same sides, too."""
@@ -195,7 +189,7 @@ class Muon(SpeedrunOptimizer):
             buckets[self._bucket_key(w, grid)].append((w, grid))
         for members in buckets.values():
             grid = members[0][1]
-            limit = CHUNK_BYTES // (4 * grid.rows * grid.cols) // 2 * 2  # an even number keeps pairs of cores busy
+            limit = max(LEAST, CHUNK_BYTES // (4 * grid.rows * grid.cols) // 2 * 2)  # even: pairs of cores stay busy
             chunk: Stack = []
             for member in members:
                 if chunk and sum(g.count for _, g in [*chunk, member]) > limit:
@@ -210,23 +204,34 @@ class Muon(SpeedrunOptimizer):
             stacks[self._stack_key(w, grid)].append((w, grid))
         return list(stacks.values())
 
-    def _step_bucket(self, bucket: list[Stack], finite: float | Tensor, space: Workspace) -> None:
+    def _step_bucket(self, bucket: list[Stack], finite: float | Tensor) -> None:
+        counts = [[grid.count for _, grid in stack] for stack in bucket]
+        orthogonalizer = self._orthogonalizer(bucket, tuple(map(sum, counts)))
+        for stack, stack_Nrc, parts in zip(bucket, orthogonalizer.stacks, counts, strict=True):
+            for (w, grid), part in zip(stack, stack_Nrc.split(parts), strict=True):
+                self._momentum(w, grid.stack_view(part), grid, finite)
+        updates = orthogonalizer.run()
+        for stack, out_Nrc, spare_Nrc, parts in zip(bucket, updates, orthogonalizer.stacks, counts, strict=True):
+            out_Nrc = self._normalize(stack, out_Nrc.to(spare_Nrc.dtype), finite, spare_Nrc)
+            for (w, grid), part in zip(stack, out_Nrc.split(parts), strict=True):
+                self._apply(w, grid.join(part), scale_of(w.group["scale"], grid.rows, grid.cols), finite)
+
+    def _orthogonalizer(self, bucket: list[Stack], counts: tuple[int, ...]) -> Orthogonalizer:
+        """Buckets of the same shapes share one; it keeps its memory from step to step."""
         first, grid = bucket[0][0]
-        _, _, _, method, steps, triples, dtype = self._bucket_key(first, grid)
         wide = torch.float64 if first.param.dtype == torch.float64 else torch.float32
-        like = torch.empty(0, dtype=wide, device=first.param.device)
-        stacks = []
-        for stack in bucket:
-            counts, grid = [g.count for _, g in stack], stack[0][1]
-            stack_Nrc = space.empty((sum(counts), grid.rows, grid.cols), like)
-            for (w, g), part in zip(stack, stack_Nrc.split(counts), strict=True):
-                self._momentum(w, g.stack_view(part), g, finite)
-            stacks.append(stack_Nrc)
-        updates = orthogonalize_stacks(stacks, method, steps, triples, dtype, space)
-        for stack, out_Nrc in zip(bucket, updates, strict=True):
-            out_Nrc = self._normalize(stack, out_Nrc.to(wide), finite, space)
-            for (w, g), part in zip(stack, out_Nrc.split([g.count for _, g in stack]), strict=True):
-                self._apply(w, g.join(part), scale_of(w.group["scale"], g.rows, g.cols), finite)
+        shapes = tuple((n, stack[0][1].rows, stack[0][1].cols) for n, stack in zip(counts, bucket, strict=True))
+        key = shapes, wide, self._bucket_key(first, grid)
+        known: dict[Any, Orthogonalizer] = self.__dict__.setdefault("_orthogonalizers", {})
+        found = known.pop(key, None)
+        if found is None:
+            _, _, _, method, steps, triples, dtype = self._bucket_key(first, grid)
+            like = torch.empty(0, dtype=wide, device=first.param.device)
+            found = Orthogonalizer(shapes, method, steps, triples, dtype, like)
+        known[key] = found  # the latest is last
+        if len(known) > KEPT:
+            del known[next(iter(known))]
+        return found
 
     def _momentum(self, w: Work, part: Tensor, grid: Grid, finite: float | Tensor) -> None:
         """Advance the momentum, and write what is to be orthogonalised into the stack."""
@@ -259,7 +264,7 @@ class Muon(SpeedrunOptimizer):
         else:
             torch.add(g, m, alpha=mu, out=out)
 
-    def _normalize(self, stack: Stack, out_Nrc: Tensor, finite: float | Tensor, space: Workspace) -> Tensor:
+    def _normalize(self, stack: Stack, out_Nrc: Tensor, finite: float | Tensor, spare_Nrc: Tensor) -> Tensor:
         return out_Nrc
 
     def _apply(self, w: Work, update: Tensor, scale: float, finite: float | Tensor) -> None:
@@ -338,7 +343,7 @@ class NorMuon(Muon):
     def _stack_key(self, w: Work, grid: Grid) -> tuple[Any, ...]:
         return *super()._stack_key(w, grid), self._second_shape(grid, w.of("axis"))[1:], w.group["beta2"]
 
-    def _normalize(self, stack: Stack, out_Nrc: Tensor, finite: float | Tensor, space: Workspace) -> Tensor:
+    def _normalize(self, stack: Stack, out_Nrc: Tensor, finite: float | Tensor, spare_Nrc: Tensor) -> Tensor:
         for w, grid in stack:
             if "second_moment" not in w.state:
                 w.state["second_moment"] = out_Nrc.new_zeros(self._second_shape(grid, w.of("axis")))
@@ -346,8 +351,7 @@ class NorMuon(Muon):
         second = torch.cat(moments)
         axis = -1 if second.shape[-1] == 1 and out_Nrc.shape[-2] == second.shape[-2] else -2
         size = out_Nrc.shape[axis]
-        squares_Nrc = torch.mul(out_Nrc, out_Nrc, out=space.empty(out_Nrc.shape, out_Nrc))
-        mean_square = squares_Nrc.mean(axis, keepdim=True)
+        mean_square = torch.mul(out_Nrc, out_Nrc, out=spare_Nrc).mean(axis, keepdim=True)
         second.lerp_(mean_square, (1 - stack[0][0].group["beta2"]) * finite)
         for moment, fresh in zip(moments, second.split([len(m) for m in moments]), strict=True):
             moment.copy_(fresh)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 
 from speedrun.optim.interleave import Interleaved, Span
-from speedrun.optim.orthogonalize import multiplications
 from speedrun.optim.pipeline import Item, Matrices, Order, Rows, Team
+from speedrun.optim.polynomial import multiplications
 
 
 @dataclass(frozen=True)

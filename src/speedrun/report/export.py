@@ -276,6 +276,9 @@ def values(f: Fields, recipe: Recipe) -> dict[str, str]:
     ramp = bool(f["schedule.lr_ramp"])
     shape = ["s.rows", *["s.tied"] * f["model.split"], *["len(s.predict)"] * (f["schedule.predict"] > 1)]
     multiplied = switches(f, recipe)["slot_lr"]
+    slot = ["blocks"] * f["optim.muon.split_qkv"] + ["multiplier(name)"] * multiplied + ["zeros"]
+    slot += ["torch.zeros_like(p, dtype=torch.int16)"] * (f["optim.weights"] == "exact-bf16")
+    slot += ["zeros.clone()"] * bool(f["optim.muon.update_ema"])
     counted = with_values or windows  # whether attention must know in which layer it is
     numbered = counted or bool(f["model.no_attention"])
     return {
@@ -298,6 +301,7 @@ def values(f: Fields, recipe: Recipe) -> dict[str, str]:
         "adam": "\n".join(adam_table(f, recipe)),
         "tables": literal(tuple(p for p in parts_of(recipe) if p in WHOLE)).replace("'", '"'),
         "coefficients": coefficients(f["optim.muon.method"], f["optim.muon.steps"]),
+        "slot": ", ".join(slot),
         "slot_rate": "(lr * slot.lr)" if multiplied else "lr",
         "floor_name": "FLOOR" if f["schedule.floor"] else "0.0",
         "peak": "peak" if ramp else "1.0",

@@ -59,14 +59,9 @@ class Machine:
 
 def cpu_flags() -> set[str]:
     """Instruction-set flags as Linux reports them; empty where it cannot be known."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return set()
-    for line in text.splitlines():
-        if line.startswith(("flags", "Features")):
-            return set(line.partition(":")[2].split())
-    return set()
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((set(line.split()[2:]) for line in lines if line.startswith(("flags", "Features"))), set())
 
 
 ONEDNN_LIMIT = "ONEDNN_MAX_CPU_ISA"
