@@ -11,10 +11,10 @@ not installed are named and left out (pip install pytorch-optimizer heavyball).
 
 import argparse
 import importlib.util
-import math
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -77,20 +77,20 @@ def peak(size: int) -> float:
     return 2.0 * size**3 / (time.perf_counter() - start)
 
 
-def medians(steps: dict[str, Step], rounds: int, patience: float = 60.0, warm: int = 1) -> dict[str, float]:
-    """Round after round, interleaved, `warm` of them uncounted.
+def medians(steps: dict[str, Step], rounds: int, patience: float = 60.0) -> dict[str, float]:
+    """Round after round, interleaved, the first one uncounted.
 
     Who has used up its `patience` in seconds sits out the rest of the rounds; who gets no counted one has its last.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(warm + rounds):
+    for _ in range(1 + rounds):
         for name, step in steps.items():
             if sum(times[name]) > patience:
                 continue
             start = time.perf_counter()
             step()
             times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values[warm:] or values[-1:]) for name, values in times.items()}
+    return {name: statistics.median(values[1:] or values[-1:]) for name, values in times.items()}
 
 
 def peers(layers: int, width: int) -> dict[str, Step]:
@@ -155,55 +155,75 @@ def compare_steps(layers: int, width: int, rounds: int, with_peers: bool = True)
     print(f"  {'limit':24} {1e3 * flops / best:9.1f} ms   {flops / best / base:6.2f} of our step (FLOPs as executed)")
 
 
+@dataclass
+class Trainer:
+    """A model with its optimizer, and the seconds that each of their steps took."""
+
+    call: Callable[..., Tensor]
+    optimizer: torch.optim.Optimizer
+    model: list[float] = field(default_factory=list)
+    update: list[float] = field(default_factory=list)
+
+
 def compare_training(config: GPTConfig, rows: int, length: int, micro: int, rounds: int) -> None:
-    """Whole steps: forward and backward over `rows`, `micro` at a time, then the optimizer."""
+    """Whole steps: forward and backward over `rows`, `micro` at a time and taking turns, then the optimizers."""
     ids = torch.randint(0, config.vocab, (rows, length))
     targets = ids.roll(-1, 1)
-    spent: dict[str, list[tuple[float, float]]] = {"AdamW, fused": [], "NorMuon + Adam": []}
 
-    def trainer(name: str, build: Callable[[nn.Module], torch.optim.Optimizer]) -> Step:
+    def normuon(model: nn.Module, split: bool) -> torch.optim.Optimizer:
+        plan = route(model)
+        (group,) = plan.muon
+        group["blocks"] = [3 if split and "qkv" in name else 1 for name, _ in group["params"]]
+        return Combined(NorMuon([group], lr=0.02), Adam(plan.adam, lr=0.003))
+
+    builders: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+        "AdamW, fused": lambda model: torch.optim.AdamW(model.parameters(), lr=0.001, fused=True),
+        "NorMuon + Adam": lambda model: normuon(model, True),
+        "  QKV as one": lambda model: normuon(model, False),
+    }
+    trainers = {}
+    for name, build in builders.items():
         torch.manual_seed(0)
         model = GPT(config, length)
         call, why_not = compiled(model, True, ids.device)
         if why_not:
             print(f"not compiled: {why_not}")
-        optimizer = build(model)
+        trainers[name] = Trainer(call, build(model))
 
-        def step(count: int = rows) -> None:
+    def one_round(count: int) -> None:
+        spent = dict.fromkeys(trainers, 0.0)
+        for i in range(0, count, micro):
+            for name, trainer in trainers.items():
+                start = time.perf_counter()
+                (trainer.call(ids[i : i + micro], targets[i : i + micro], None) / ids.numel()).backward()
+                spent[name] += time.perf_counter() - start
+        for name, trainer in trainers.items():
             start = time.perf_counter()
-            for i in range(0, count, micro):
-                loss: Tensor = call(ids[i : i + micro], targets[i : i + micro], None) / ids.numel()
-                loss.backward()
-            middle = time.perf_counter()
-            optimizer.step()
-            optimizer.zero_grad()
-            spent[name].append((middle - start, time.perf_counter() - middle))
+            trainer.optimizer.step()
+            trainer.optimizer.zero_grad()
+            trainer.update.append(time.perf_counter() - start)
+            trainer.model.append(spent[name])
 
-        for _ in range(2):  # compiles
-            step(micro)
-        spent[name].clear()
-        return step
-
-    def normuon(model: nn.Module) -> torch.optim.Optimizer:
-        plan = route(model)
-        (group,) = plan.muon
-        group["blocks"] = [3 if "qkv" in name else 1 for name, _ in group["params"]]
-        return Combined(NorMuon([group], lr=0.02), Adam(plan.adam, lr=0.003))
-
-    def adamw(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=0.001, fused=True)
-
-    steps = {name: trainer(name, build) for name, build in zip(spent, (adamw, normuon), strict=True)}
-    times = medians(steps, rounds, patience=math.inf, warm=0)
-    base = times["AdamW, fused"]
+    for _ in range(2):  # compiles, and makes the optimizers' memory
+        one_round(micro)
+    for trainer in trainers.values():
+        trainer.model.clear()
+        trainer.update.clear()
+    for _ in range(rounds):
+        one_round(rows)
     shape = f"{config.layers} layers of width {config.width}"
-    print(f"\ntraining: {shape}, {rows * length:,} tokens a step, {micro} rows at a time")
-    alone = {name: statistics.median(optimizer for _, optimizer in pairs) for name, pairs in spent.items()}
-    for name, value in times.items():
-        print(f"  {name:16} {1e3 * value:9.1f} ms   {value / base:.3f}x   optimizer alone {1e3 * alone[name]:8.1f} ms")
-    model = statistics.median(forward for pairs in spent.values() for forward, _ in pairs)
-    parts = (model + alone["NorMuon + Adam"]) / (model + alone["AdamW, fused"])
-    print(f"  forward and backward are the same in both: with their common median {parts:.3f}x")
+    print(f"\ntraining: {shape}, {rows * length:,} tokens a step, {micro} rows at a time, {rounds} steps each")
+    common = statistics.median(x for trainer in trainers.values() for x in trainer.model)
+    base = trainers["AdamW, fused"]
+    for name, trainer in trainers.items():
+        steps = [a + b for a, b in zip(trainer.model, trainer.update, strict=True)]
+        ratios = [step / (a + b) for step, a, b in zip(steps, base.model, base.update, strict=True)]
+        update = statistics.median(trainer.update)
+        parts = (common + update) / (common + statistics.median(base.update))
+        print(
+            f"  {name:16} {1e3 * statistics.median(steps):9.1f} ms   {statistics.median(ratios):.3f}x   "
+            f"optimizer alone {1e3 * update:8.1f} ms, with the models' common median {parts:.3f}x"
+        )
 
 
 def main() -> None:

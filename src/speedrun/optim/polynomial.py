@@ -93,6 +93,7 @@ class Program:
         blocks = block_count(side, like.device)
         self.bands = [slice(side * i // blocks, side * (i + 1) // blocks) for i in range(blocks)]
         self.sizes = [band.stop - band.start for band in self.bands]
+        self.whole_Nss = like.new_empty((sum(shape[0] for shape in shapes), side, side))
         self.results = self._gram(shifts) if gram else [self._direct(x_Nmn, shifts) for x_Nmn in self.stacks]
 
     def run(self) -> list[Tensor]:
@@ -105,27 +106,23 @@ class Program:
 
     def _direct(self, x_Nmn: Tensor, shifts: Shifts) -> Tensor:
         """X <- P X with P = (S + beta I)^2 + gamma I and S = X X^T; products go to and fro between two memories."""
-        now, count, long = self._rows(x_Nmn), len(x_Nmn), max(x_Nmn.shape[1:])
-        s_Nss, p_Nss, parts = self._symmetric(count), self._symmetric(count), [count * long * n for n in self.sizes]
-        places = [
-            {(i, -1): part.view(count, -1, long) for i, part in enumerate(memory.view(-1).split(parts))}
-            for memory in (torch.empty_like(x_Nmn), x_Nmn)
-        ]
-        for (beta, gamma), then in zip(shifts, itertools.cycle(places), strict=False):
-            self._product(s_Nss, now, plus=beta)
+        now_Nsk = x_Nmn.mT if is_tall(x_Nmn) else x_Nmn
+        s_Nss, p_Nss = self._symmetric(len(x_Nmn)), self._symmetric(len(x_Nmn))
+        places = [self.like.new_empty(now_Nsk.shape) for _ in range(2)]
+        for (beta, gamma), then_Nsk in zip(shifts, itertools.cycle(places), strict=False):
+            self._product(s_Nss, self._rows(now_Nsk), plus=beta)
             self._product(p_Nss, s_Nss, s_Nss, plus=gamma)
-            self._product(then, p_Nss, now)
-            now = then
-        out_Nsk = self.like.new_empty((count, sum(self.sizes), long))
-        self._do(torch.cat, list(now.values()), 1, out=out_Nsk)
-        return out_Nsk.mT if is_tall(x_Nmn) else out_Nsk
+            self._do(torch.bmm, self._whole(p_Nss), now_Nsk, out=then_Nsk)
+            now_Nsk = then_Nsk
+        return now_Nsk.mT if is_tall(x_Nmn) else now_Nsk
 
     def _gram(self, shifts: Shifts) -> list[Tensor]:
         """The same, with all iterations on S, which becomes P S P, and one product with X at the end: all commute."""
         counts = [len(x_Nmn) for x_Nmn in self.stacks]
         s_Nss, p_Nss, half_Nss, all_Nss, more_Nss = (self._symmetric(sum(counts)) for _ in range(5))
         for end, x_Nmn in zip(itertools.accumulate(counts), self.stacks, strict=True):
-            self._product({at: s[end - len(x_Nmn) : end] for at, s in s_Nss.items()}, self._rows(x_Nmn))
+            x_Nsk = x_Nmn.mT if is_tall(x_Nmn) else x_Nmn
+            self._product({at: s[end - len(x_Nmn) : end] for at, s in s_Nss.items()}, self._rows(x_Nsk))
         for k, (beta, gamma) in enumerate(shifts):
             factor_Nss = p_Nss if k else all_Nss
             self._product(factor_Nss, s_Nss, s_Nss, plus=beta * beta + gamma)
@@ -138,17 +135,12 @@ class Program:
             if k:
                 self._product(more_Nss, all_Nss, p_Nss)
                 all_Nss, more_Nss = more_Nss, all_Nss
-        whole_Nss = self.like.new_empty((sum(counts), sum(self.sizes), sum(self.sizes)))
-        for (i, j), block in all_Nss.items():
-            self._do(whole_Nss[:, self.bands[i], self.bands[j]].copy_, block)
         found = [torch.empty_like(x_Nmn) for x_Nmn in self.stacks]
-        for x_Nmn, out_Nmn, every_Nss in zip(self.stacks, found, whole_Nss.split(counts), strict=True):
+        for x_Nmn, out_Nmn, every_Nss in zip(self.stacks, found, self._whole(all_Nss).split(counts), strict=True):
             self._do(torch.bmm, *((x_Nmn, every_Nss) if is_tall(x_Nmn) else (every_Nss, x_Nmn)), out=out_Nmn)
         return found
 
-    def _rows(self, x_Nmn: Tensor) -> Blocks:
-        """Those of a wide matrix, or the columns of a tall one, that belong to each row of blocks."""
-        x_Nsk = x_Nmn.mT if is_tall(x_Nmn) else x_Nmn
+    def _rows(self, x_Nsk: Tensor) -> Blocks:
         return {(i, -1): x_Nsk[:, band] for i, band in enumerate(self.bands)}
 
     def _symmetric(self, count: int) -> Blocks:
@@ -159,12 +151,21 @@ class Program:
             found |= {(j, i): block.mT, (i, j): block}
         return found
 
+    def _whole(self, s_Nss: Blocks) -> Tensor:
+        """The same in one piece: products with other matrices are faster so."""
+        if len(self.bands) == 1:
+            return s_Nss[0, 0]
+        whole_Nss = self.whole_Nss[: len(s_Nss[0, 0])]
+        for (i, j), block in s_Nss.items():
+            self._do(whole_Nss[:, self.bands[i], self.bands[j]].copy_, block)
+        return whole_Nss
+
     def _product(self, out: Blocks, a: Blocks, b: Blocks | None = None, plus: float = 0.0) -> None:
-        """A B + plus I. Without B it is A A^T, which is symmetric; so is A B where A and B are and commute."""
+        """A B + plus I, for a symmetric A B: A and B are symmetric and commute, or B is left out and means A^T."""
         b = {(k, i): block.mT for (i, k), block in a.items()} if b is None else b
         first, *rest = sorted({k for _, k in a})
         for (i, j), block in out.items():
-            if i <= j or j < 0:  # the others are views of these
+            if i <= j:  # the others are views of these
                 self._do(torch.bmm, a[i, first], b[first, j], out=block)
                 for k in rest:
                     self._do(block.baddbmm_, a[i, k], b[k, j])
