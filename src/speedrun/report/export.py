@@ -130,7 +130,7 @@ def refuse_what_it_cannot(f: Fields, recipe: Recipe) -> None:
     attends = set(range(f["model.layers"])) - set(f["model.no_attention"])
     values = dict(f["model.value_layers"])
     muon = f["optim.matrices"] != "adam"
-    stack = 16 * f["model.layers"] * f["model.width"] ** 2  # bytes of the largest one
+    stack = 32 * f["model.layers"] * f["model.width"] ** 2  # bytes of the largest one, up and down projections
     crossing = f["model.smear"] or f["model.smear_mtp"] or f["model.key_offset"] or f["schedule.predict"] > 1
     reasons = {
         "loader.order": f["loader.order"] != "rows",
@@ -147,7 +147,7 @@ def refuse_what_it_cannot(f: Fields, recipe: Recipe) -> None:
         "model.value_lambdas": f["model.value_lambdas"] and not values,
         "model.value_norm": f["model.value_norm"] and not values,
         "model.embed_std": own_head(f) and not f["model.embed_std"],
-        "model.width": muon and (f["model.width"] >= 512 or stack > CHUNK_BYTES),
+        "model.width": muon and stack > CHUNK_BYTES,
         "optim.every": f["optim.every"] > 2,
         "optim.weights": f["optim.weights"] == "bf16",
         "optim.snoo.k": f["optim.snoo.k"] and not muon,
