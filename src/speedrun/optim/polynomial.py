@@ -79,9 +79,8 @@ def by_gram(rows: int, cols: int, steps: int) -> bool:
 class Program:
     """The polynomials for stacks of certain shapes: memory of its own, and a list of operations on it.
 
-    Made once and run in every step: fresh memory, finding one's way to its parts, and the half of a symmetric matrix
-    that mirrors the other half would cost a CPU as much as the products do. All matrices have the same two sides; tall
-    and wide ones go through the iterations together.
+    Made once and run in every step: fresh memory, finding one's way to its parts, and the mirrored half of symmetric
+    matrices would cost a CPU as much as the other half does. Tall and wide matrices of the same sides go together.
     """
 
     def __init__(self, shapes: Sequence[Sequence[int]], triples: Coefficients, margin: float, like: Tensor) -> None:
@@ -121,14 +120,15 @@ class Program:
         counts = [len(x_Nmn) for x_Nmn in self.stacks]
         s_Nss, p_Nss, half_Nss, all_Nss, more_Nss = (self._symmetric(sum(counts)) for _ in range(5))
         for end, x_Nmn in zip(itertools.accumulate(counts), self.stacks, strict=True):
-            x_Nsk = x_Nmn.mT if is_tall(x_Nmn) else x_Nmn
-            self._product({at: s[end - len(x_Nmn) : end] for at, s in s_Nss.items()}, self._rows(x_Nsk))
+            self._product({at: s[end - len(x_Nmn) : end] for at, s in s_Nss.items()}, self._rows(x_Nmn))
+        diagonals = [s_Nss[i, i].diagonal(dim1=-2, dim2=-1) for i in range(len(self.bands))]
+        before = [torch.empty_like(d_Nk) for d_Nk in diagonals]
         for k, (beta, gamma) in enumerate(shifts):
             factor_Nss = p_Nss if k else all_Nss
-            self._product(factor_Nss, s_Nss, s_Nss, plus=beta * beta + gamma)
-            for (i, j), block in factor_Nss.items():
-                if i <= j:
-                    self._do(block.add_, s_Nss[i, j], alpha=2 * beta)
+            self._do(torch._foreach_copy_, before, diagonals)
+            self._do(torch._foreach_add_, diagonals, beta)
+            self._product(factor_Nss, s_Nss, s_Nss, plus=gamma)
+            self._do(torch._foreach_copy_, diagonals, before)
             if k + 1 < len(shifts):
                 self._product(half_Nss, s_Nss, factor_Nss)
                 self._product(s_Nss, factor_Nss, half_Nss)
@@ -140,8 +140,8 @@ class Program:
             self._do(torch.bmm, *((x_Nmn, every_Nss) if is_tall(x_Nmn) else (every_Nss, x_Nmn)), out=out_Nmn)
         return found
 
-    def _rows(self, x_Nsk: Tensor) -> Blocks:
-        return {(i, -1): x_Nsk[:, band] for i, band in enumerate(self.bands)}
+    def _rows(self, x_Nmn: Tensor) -> Blocks:
+        return {(i, -1): (x_Nmn.mT if is_tall(x_Nmn) else x_Nmn)[:, band] for i, band in enumerate(self.bands)}
 
     def _symmetric(self, count: int) -> Blocks:
         """Room for symmetric matrices; blocks below the diagonal are views of those above."""
