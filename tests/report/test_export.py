@@ -43,6 +43,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "optim.muon.steps": 4,
         },
     ),
+    "wide enough for symmetric matrices in blocks": ("normuon", {"model.width": 192}),
     "Snoo with float32 weights": (
         "medium-before",
         {
