@@ -29,7 +29,7 @@ MomentumForm = Literal["ema", "classical"]
 Matrix = Literal["flatten", "batch"]
 Blocks = int | tuple[int, int]
 
-CHUNK_BYTES = 40 * 2**20  # of one stack in float32: bounds the memory of a step, and larger ones were slower
+CHUNK_BYTES = 40 * 2**20  # of one stack in float32: bounds the memory of a step; larger ones were not faster
 LEAST = 4  # matrices in a stack however large they are: fewer were slower
 KEPT = 16  # orthogonalizers with their memory; models whose matrices do not all get gradients need ever others
 
