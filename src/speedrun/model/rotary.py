@@ -10,21 +10,12 @@ accumulate; `stretched` computes them from the list of all windows so far, so th
 
 import itertools
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 SLOW_TURNS, FAST_TURNS = 1.0, 32.0
 SHARPEN = 0.2
-
-
-class Positions(NamedTuple):
-    """What attention needs to know of positions."""
-
-    cos: Tensor  # (length, 1, K/2), float32; the middle axis broadcasts over heads
-    sin: Tensor
-    scale: float  # factor of the scores, relative to the one without any stretching
 
 
 def frequencies(head_width: int, base: float, form: str = "full") -> Tensor:
@@ -54,7 +45,7 @@ def stretched(frequency_K: Tensor, windows: tuple[int, ...]) -> tuple[Tensor, fl
 
 
 def rotary_tables(length: int, frequency_K: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin, each (length, 1, K/2), float32."""
+    """cos and sin, each (length, 1, K/2), float32; the middle axis broadcasts over heads."""
     angle = torch.outer(torch.arange(length, dtype=torch.float64), frequency_K)  # (T, K/2)
     return angle.cos().float()[:, None, :], angle.sin().float()[:, None, :]
 
