@@ -1,11 +1,13 @@
 """Rotary positions, and how they stretch when the window grows.
 
-Channel c of a head is paired with channel c + K/2 and turned by position * frequency; the pair (x1, x2) becomes
-(x1 cos + x2 sin, x2 cos - x1 sin). In the `half` form half of the pairs have frequency 0: they stand still.
+Channel c of a head is paired with channel c + K/2 and turned by position * frequency, so that the product of a query
+and a key depends on their distance; the pair (x1, x2) becomes (x1 cos + x2 sin, x2 cos - x1 sin). In the `half` form
+half of the pairs have frequency 0: they stand still, and carry what does not depend on distance.
 
 YaRN: when the long window grows from `old` to `new` tokens, frequencies that turn less than once within the old window
-are slowed by old/new, those that turn more than 32 times are kept, and the scores are sharpened a little. The changes
-accumulate; `stretched` computes them from the list of all windows so far, so there is no state to save.
+are slowed by old/new, so that no distance turns further than it ever did; those that turn more than 32 times are kept,
+and the scores are sharpened a little. The changes accumulate; `stretched` computes them from the list of all windows so
+far, so there is no state to save.
 """
 
 import itertools
