@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 
 from speedrun.data.shards import TokenFolder
-from speedrun.errors import UserError
 from speedrun.files import write_atomic, write_json
 from speedrun.race import records
 from speedrun.race.evidence import examine, write_manifest
 from speedrun.race.plan import Plan
 from speedrun.report.compare import Curve, curves_svg
-from speedrun.report.export import export
 from speedrun.report.records import records_svg
 from speedrun.train.runlog import modules, source_sha256
 from tests.race.conftest import SETTINGS, SMALL, Speedrun, words
@@ -28,7 +26,7 @@ def read(file: Path) -> dict:
 def first(raced: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """records/ with the small race as its first record. Nobody writes to it."""
     root = tmp_path_factory.mktemp("first") / "records"
-    records.submit(raced, "first", root, export)
+    records.submit(raced, "first", root)
     return root
 
 
@@ -127,34 +125,27 @@ def test_the_official_time_is_the_predecessor_s_plus_what_was_saved(
     assert "record.json does not follow from the race: official" in speedrun("verify", root / "own/second")[2]
 
 
-def test_a_record_has_its_training_as_one_file(first: Path) -> None:
-    source = (first / "own/first/train.py").read_text()
-    assert source == export(Plan.read(first / "own/first").recipes["A"])
-    assert "import speedrun" not in source
-    assert "`train.py` the same training as one file" in (first / "own/first/README.md").read_text()
-
-
-def test_a_recipe_that_cannot_be_one_file_makes_a_record_that_says_why(
-    raced: Path, speedrun: Speedrun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_readme_of_another_version_is_not_compared(
+    first: Path, speedrun: Speedrun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(recipe: object) -> str:
-        raise UserError("It cannot do <this>.")
-
-    folder = records.submit(raced, "odd", tmp_path / "records", refuse)
-    assert not (folder / "train.py").exists()
-    assert "no file that trains by itself (It cannot do &lt;this&gt;)" in (folder / "README.md").read_text()
-    assert "train.py is not what" in speedrun("verify", folder)[2]  # since it can be written
+    """Its words may change from version to version; the manifest still has its hash."""
+    folder = tmp_path / "record"
+    shutil.copytree(first / "own/first", folder)
+    write_atomic(folder / "README.md", (folder / "README.md").read_text() + "As it was said then.\n")
     monkeypatch.setattr(records, "source_sha256", lambda: "of another version")
+    assert "README.md was changed: its sha256 is not the one" in speedrun("verify", folder)[2]
+    write_manifest(folder)
     code, out, err = speedrun("verify", folder)
     assert (code, err) == (0, "")
-    assert "it was written by another version" in out
+    assert "whether README.md says what the race says: another version of the program wrote it" in out
+    monkeypatch.undo()
+    assert "README.md does not say what the race says" in speedrun("verify", folder)[2]
 
 
-def test_a_changed_readme_recipe_or_script_is_found(first: Path, speedrun: Speedrun, tmp_path: Path) -> None:
+def test_a_changed_readme_or_recipe_is_found(first: Path, speedrun: Speedrun, tmp_path: Path) -> None:
     for name, words_ in (
         ("README.md", "README.md does not say"),
         ("recipe.json", "recipe.json is not the recipe"),
-        ("train.py", "train.py is not what `speedrun export` writes"),
     ):
         folder = tmp_path / name
         shutil.copytree(first / "own/first", folder)

@@ -20,7 +20,6 @@ from speedrun.race import ablate, records
 from speedrun.race.ablate import BASE, SHORTER
 from speedrun.recipes import get_recipe
 from speedrun.report.draw import COLORS, on_page, short, ticks
-from speedrun.report.export import export
 from speedrun.report.pages import page_of
 from speedrun.train.config import fields_of
 from speedrun.train.runlog import read_metrics
@@ -78,7 +77,7 @@ def folders(raced: Path, held_out: TokenFolder, tmp_path_factory: pytest.TempPat
     common += [*fields, "--schedule.steps", "12", "--validation.every", "4", "--sample", "False", "--target", "9"]
     for name, more in (("run", []), ("traced", ["--trace", "3"])):
         assert cli.main([*common, "--out", str(root / name), *more]) == 0
-    records.submit(raced, "first", root / "records", export)
+    records.submit(raced, "first", root / "records")
     base = get_recipe("adamw", "pocket")
     names = [BASE, SHORTER, "qk-norm", "zero-init"]
     rows = [

@@ -15,7 +15,6 @@ from speedrun.cli.proving import (
     ablate,
     challenge,
     compare,
-    export,
     race,
     records,
     report,
@@ -49,7 +48,6 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "compare": (compare, "losses of several runs by step, token and second"),
     "report": (report, "one HTML page of a run, race, record, ablation or of all records"),
     "send": (send, "hand a run to tensorboard, wandb or trackio"),
-    "export": (export, "write a recipe as one file that trains by itself"),
     "trace": (trace, "what the processes of a run wait for, or would wait for"),
     "doctor": (doctor, "what this machine will use, and what is missing"),
 }

@@ -16,7 +16,6 @@ from speedrun.race import sweep as sweep_room
 from speedrun.race.children import terminable
 from speedrun.race.race import Race
 from speedrun.report import compare as compare_room
-from speedrun.report import export as export_room
 from speedrun.report import pages, traces
 from speedrun.report import send as send_room
 from speedrun.report.ablation import ablation_svg
@@ -32,7 +31,7 @@ def sweep(args: Sequence[str]) -> int:
 @terminable()
 def race(args: Sequence[str]) -> int:
     about = "Plan, run and judge a race. Exit code 0 for `valid` and `faster`, 1 for any other verdict."
-    return race_room.hold(parse(Race, "race", args, about=about), console, export_room.export)
+    return race_room.hold(parse(Race, "race", args, about=about), console)
 
 
 def stats(args: Sequence[str]) -> int:
@@ -43,7 +42,7 @@ def stats(args: Sequence[str]) -> int:
 def verify(args: Sequence[str]) -> int:
     about = "Recompute a race or record from its run folders, and say what does not agree."
     given = parse(race_room.Verify, "verify", with_value(args, "replay"), about=about)
-    return race_room.verify(given, console, export_room.export)
+    return race_room.verify(given, console)
 
 
 @terminable()
@@ -125,8 +124,3 @@ def trace(args: Sequence[str]) -> int:
         "simulate": lambda rest: traces.simulate(parse(traces.Simulate, "trace simulate", rest), say),
     }
     return dispatch("speedrun trace", actions, args, "Look at recorded steps, or foretell them.")
-
-
-def export(args: Sequence[str]) -> int:
-    given = parse(export_room.Export, "export", with_value(args, "force"))
-    return export_room.run(given, say)

@@ -75,7 +75,7 @@ class Matrix(nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+        return F.linear(x, self.weight.to(x.dtype))  # it may be stored in bfloat16
 
 
 class Place(NamedTuple):
@@ -108,7 +108,7 @@ class Attention(nn.Module):
         self.long = layer in config.long_layers
         self.offset = config.key_offset and self.long
         self.value_table = dict(config.value_layers).get(layer)
-        gate = (config.heads, config.gate_inputs)
+        gate = (config.heads, config.gate_inputs)  # a few channels are enough to decide
         self.gate = nn.Parameter(torch.zeros(gate)) if config.attention_gates else None
         gated_value = config.value_gates and self.value_table is not None
         self.value_gate = nn.Parameter(torch.zeros(gate)) if gated_value else None
@@ -120,10 +120,11 @@ class Attention(nn.Module):
         c = self.config
         weight = self.qkv.weight.to(x_BTD.dtype)
         if self.lambdas is not None:
+            # Muon's updates have a fixed size; two learned numbers let a layer's output be large or small.
             weight = weight * self.lambdas[0]
         q, k, v = F.linear(x_BTD, weight).view(B, T, 3, c.heads, c.head_width).unbind(2)  # each (B, T, H, K)
         if c.qk_norm:
-            q, k = norm(q, c.norm_eps), norm(k, c.norm_eps)
+            q, k = norm(q, c.norm_eps), norm(k, c.norm_eps)  # bounded scores, so the learning rate can be high
         q, k = rotate(q, at.cos, at.sin), rotate(k, at.cos, at.sin)
         v = self.mix_values(v, x_BTD, value_BTD)
         past = None if cache is None else cache.layers.get(self.layer)
@@ -136,11 +137,13 @@ class Attention(nn.Module):
         else:
             y = self.attend_cached(q, k, v, raw_k, window, at.scale, cache)
         if self.gate is not None:
+            # Softmax makes a head attend to something; its gate lets it add nothing.
             y = y * torch.sigmoid(F.linear(x_BTD[..., : c.gate_inputs], self.gate))[..., None]
         y = y.reshape(B, T, D)
         return self.out(y) if self.lambdas is None else F.linear(y, self.out.weight.to(y.dtype) * self.lambdas[1])
 
     def mix_values(self, v_BTHK: Tensor, x_BTD: Tensor, value_BTD: Tensor | None) -> Tensor:
+        """Values plus the rows of a table that the tokens look up: many parameters, hardly any arithmetic."""
         c = self.config
         if c.value_norm:
             v_BTHK = norm(v_BTHK, c.norm_eps)
@@ -194,12 +197,14 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)
+        # The square of ReLU is cheaper than GELU, and learns a little better (Primer, arXiv:2109.08668).
         return self.down(F.gelu(h) if self.activation == "gelu" else F.relu(h).square())
 
 
 class Block(nn.Module):
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
+        # Where attention is worth less than its time, a layer does without it.
         self.attention = None if layer in config.no_attention else Attention(config, layer)
         self.mlp = None if layer in config.no_mlp else MLP(config)
 
@@ -231,6 +236,7 @@ class GPT(nn.Module):
         self.skip_gates = nn.Parameter(torch.zeros(len(c.skips), c.gate_inputs)) if c.skip_gates else None
         self.backout_lambdas = small(c.backout >= 0, *([0.5] if c.backout_form == "subtract" else [1.0, 0.0]))
 
+        # `depth` keeps the residual stream from growing with the number of layers.
         self.attention_factor = 1.0 if c.attention_residual == "one" else 1 / math.sqrt(2 * c.layers)
         self.cos: Tensor
         self.sin: Tensor
@@ -260,7 +266,7 @@ class GPT(nn.Module):
             if block.mlp is not None:
                 block.mlp.up.reset(c.mlp_init_scale or c.init_scale)
                 block.mlp.down.reset(c.init_scale)
-            if c.zero_init:
+            if c.zero_init:  # a block whose last matrices are zero begins by adding nothing
                 if block.attention is not None:
                     nn.init.zeros_(block.attention.out.weight)
                 if block.mlp is not None:
@@ -288,7 +294,8 @@ class GPT(nn.Module):
     def _positions(self, length: int) -> None:
         c = self.config
         frequency, factor = stretched(frequencies(c.head_width, c.rotary_base, c.rotary), self.windows_so_far)
-        cos, sin = (table * math.sqrt(factor) for table in rotary_tables(length, frequency))  # in queries and in keys
+        # Queries and keys are both multiplied by these, so each gets the root of the scores' factor.
+        cos, sin = (table * math.sqrt(factor) for table in rotary_tables(length, frequency))
         device = self.embed.device
         if self.cos.shape == cos.shape:  # in place: a compiled graph holds on to the buffers
             self.cos.copy_(cos)
@@ -299,19 +306,26 @@ class GPT(nn.Module):
     # ------------------------------------------------------------------ forward
 
     def split_head(self) -> None:
-        """From now on the head is a table of its own, starting as a copy of the shared one."""
+        """From now on the head is a table of its own, starting as a copy of the shared one.
+
+        While they are one, both ends are learned faster; later each does better on its own.
+        """
         assert self.head is not None
         with torch.no_grad():
             self.head.copy_(self.embed)
 
     @torch.no_grad()
     def store_matrices(self, dtype: torch.dtype) -> None:
-        """Keep the matrices inside the blocks in another dtype; the arithmetic stays that of the activations."""
+        """Keep the matrices inside the blocks in another dtype; the arithmetic stays that of the activations.
+
+        bfloat16 is half the memory to read. With `exact_bf16` the optimizer keeps the other half of their bits.
+        """
         for name, p in self.blocks.named_parameters():
             if name.endswith(".weight"):
                 p.data = p.data.to(dtype)
 
     def head_weight(self, tied: bool) -> Tensor:
+        """The table that makes the logits. One for both ends is half the memory, and each learns from the other."""
         return self.embed if self.head is None or (tied and self.config.tied) else self.head
 
     def trunk(self, ids_BT: Tensor, at: Place, cache: Cache | None = None) -> Tensor:
@@ -322,8 +336,9 @@ class GPT(nn.Module):
         if self.smear_lambda is not None:
             x = self.smear(x, at, cache)
         if c.embed_norm:
-            x = norm(x, c.norm_eps)
+            x = norm(x, c.norm_eps)  # frequent and rare tokens enter with the same size
         x0 = x
+        # What a token means deep in the network may differ from what it means at the entrance.
         x02 = None if self.embed2 is None else norm(lookup(self.embed2, ids_BT), c.norm_eps)
         sources = {a for a, _ in c.skips}
         kept: dict[int, Tensor] = {}
@@ -332,6 +347,7 @@ class GPT(nn.Module):
             assert isinstance(block, Block)
             for n, (source, target) in enumerate(c.skips):
                 if target == i:
+                    # Early outputs also reach a later layer directly, and gradients flow back the same way.
                     x = x + self.skip_weight(n, x0) * kept[source]
             x = self.mix_in(i, x, x0, x02)
             if block.attention is not None:
@@ -355,12 +371,13 @@ class GPT(nn.Module):
         if self.residual_lambdas is not None:
             x = self.residual_lambdas[i] * x
         if self.x0_lambdas is not None:
-            x = x + self.x0_lambdas[i, 0] * x0
+            x = x + self.x0_lambdas[i, 0] * x0  # late layers still see which token it is
             if x02 is not None:
                 x = x + self.x0_lambdas[i, 1] * x02
         return x
 
     def skip_weight(self, n: int, x0: Tensor) -> Tensor:
+        """How much of a skip is taken; with gates, at each position."""
         assert self.skip_lambdas is not None
         weight = self.skip_lambdas[n]
         if self.config.skip_form == "sigmoid":
@@ -376,11 +393,13 @@ class GPT(nn.Module):
             return norm(x, eps)
         assert out_of is not None
         if self.config.backout_form == "subtract":
+            # What a middle layer made for the layers after it is not what the head should read.
             return norm(x - self.backout_lambdas[0] * out_of, eps)
+        # What the head should read may also be found in a middle layer.
         return self.backout_lambdas[0] * norm(x, eps) + self.backout_lambdas[1] * norm(out_of, eps)
 
     def smear(self, x: Tensor, at: Place, cache: Cache | None) -> Tensor:
-        """Each embedding plus a gated share of the one before."""
+        """Each embedding plus a gated share of the one before: pairs of tokens, without attention."""
         assert self.smear_lambda is not None
         assert self.smear_gate is not None
         gate = torch.sigmoid(F.linear(x[..., : self.config.gate_inputs], self.smear_gate))
@@ -408,6 +427,7 @@ class GPT(nn.Module):
         if documents_BT is not None and not self.config.across_documents:
             follows = documents_BT == previous(documents_BT[..., None], documents_BT[:, :1, None] - 1)[..., 0]
         cos, sin = self.cos[start : start + T], self.sin[start : start + T]
+        # With QK norm no score is above scale * head width (before YaRN): it decides how sharp attention can get.
         return Place(cos, sin, self.config.attention_scale or None, sight, follows, windows)
 
     def forward(

@@ -22,14 +22,17 @@ WITHOUT_FP8 = ("mps",)  # devices on which torch has no 8-bit floats at all
 
 
 def softcap(z: Tensor, config: GPTConfig) -> Tensor:
-    """Logits kept within bounds, in the form the config names."""
+    """Logits kept within bounds, in the form the config names.
+
+    With bounds no token can become so unlikely that its one appearance ruins a step.
+    """
     c = config.softcap_limit
     if config.softcap == "tanh":
         return c * torch.tanh(z / c)
     if config.softcap == "sigmoid":
         return c * torch.sigmoid((z + config.softcap_shift) / config.softcap_temperature)
     if config.softcap == "isru":
-        return c * z * torch.rsqrt(z.square() + c * c)
+        return c * z * torch.rsqrt(z.square() + c * c)  # cheaper than tanh
     return z
 
 
@@ -83,6 +86,7 @@ def multi_token_sum(
 ) -> Tensor:
     """Sum over positions t and k < M of weights[k] * loss of the target at t + k, all from the logits of t.
 
+    Early in a run, features that also predict the second and third next token are worth learning.
     Targets beyond the row do not count, nor (unless the config says so) those of another document.
     """
     n = pieces(targets_BT.shape[0], targets_BT.shape[1], weight_VD)

@@ -1,30 +1,23 @@
 """Rotary positions, and how they stretch when the window grows.
 
-Channel c of a head is paired with channel c + K/2 and turned by position * frequency; the pair (x1, x2) becomes
-(x1 cos + x2 sin, x2 cos - x1 sin). In the `half` form half of the pairs have frequency 0: they stand still.
+Channel c of a head is paired with channel c + K/2 and turned by position * frequency, so that the product of a query
+and a key depends on their distance; the pair (x1, x2) becomes (x1 cos + x2 sin, x2 cos - x1 sin). In the `half` form
+half of the pairs have frequency 0: they stand still, and carry what does not depend on distance.
 
 YaRN: when the long window grows from `old` to `new` tokens, frequencies that turn less than once within the old window
-are slowed by old/new, those that turn more than 32 times are kept, and the scores are sharpened a little. The changes
-accumulate; `stretched` computes them from the list of all windows so far, so there is no state to save.
+are slowed by old/new, so that no distance turns further than it ever did; those that turn more than 32 times are kept,
+and the scores are sharpened a little. The changes accumulate; `stretched` computes them from the list of all windows so
+far, so there is no state to save.
 """
 
 import itertools
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 SLOW_TURNS, FAST_TURNS = 1.0, 32.0
 SHARPEN = 0.2
-
-
-class Positions(NamedTuple):
-    """What attention needs to know of positions."""
-
-    cos: Tensor  # (length, 1, K/2), float32; the middle axis broadcasts over heads
-    sin: Tensor
-    scale: float  # factor of the scores, relative to the one without any stretching
 
 
 def frequencies(head_width: int, base: float, form: str = "full") -> Tensor:
@@ -54,7 +47,7 @@ def stretched(frequency_K: Tensor, windows: tuple[int, ...]) -> tuple[Tensor, fl
 
 
 def rotary_tables(length: int, frequency_K: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin, each (length, 1, K/2), float32."""
+    """cos and sin, each (length, 1, K/2), float32; the middle axis broadcasts over heads."""
     angle = torch.outer(torch.arange(length, dtype=torch.float64), frequency_K)  # (T, K/2)
     return angle.cos().float()[:, None, :], angle.sin().float()[:, None, :]
 

@@ -1,5 +1,7 @@
 """Muon and NorMuon: momentum, then the nearest orthogonal matrix as the update.
 
+An orthogonal update changes all directions of a matrix by the same amount, so all are learned equally fast.
+
     optimizer = NorMuon(matrices, lr=0.02)                 # hidden matrices only: see speedrun.optim.route
     optimizer = Muon([{"params": qkv, "blocks": 3}, {"params": rest}], lr=0.02)
 
@@ -23,7 +25,7 @@ from speedrun.optim.polynomial import Coefficients
 from speedrun.optim.sharded import local_of, part_of, whole_of
 
 Scale = Literal["none", "unit-variance", "spectral", "match-rms-adamw"]
-Decay = Literal["decoupled", "cautious"]
+Decay = Literal["decoupled", "cautious"]  # cautious: decay does not pull against what is being learned
 DecayBy = Literal["lr", "lr-squared"]
 MomentumForm = Literal["ema", "classical"]
 Matrix = Literal["flatten", "batch"]
@@ -38,7 +40,7 @@ def scale_of(rule: str, rows: int, cols: int) -> float:
     """Factor of the orthogonal update of a block. Singular values of 1 mean a mean square of 1 / max(rows, cols)."""
     if rule == "unit-variance":
         return math.sqrt(max(rows, cols))
-    if rule == "spectral":
+    if rule == "spectral":  # larger steps for tall matrices, so that a step changes all outputs by the same amount
         return math.sqrt(max(1.0, rows / cols))
     if rule == "match-rms-adamw":
         return 0.2 * math.sqrt(max(rows, cols))
@@ -273,7 +275,7 @@ class Muon(SpeedrunOptimizer):
         if w.sharded is not None:
             update = part_of(update, w.sharded)
         smooth = group["update_ema"]
-        if smooth:
+        if smooth:  # smoother steps: an average of the orthogonalised updates
             if "update_buffer" not in w.state:
                 w.state["update_buffer"] = torch.zeros_like(update, memory_format=torch.contiguous_format)
             w.state["update_buffer"].lerp_(update, (1 - smooth) * finite)
@@ -296,6 +298,8 @@ class Muon(SpeedrunOptimizer):
 
 class NorMuon(Muon):
     """Muon whose update is evened out between rows (or columns) by a running second moment.
+
+    Rows whose updates were large in earlier steps get smaller ones.
 
     Arguments beside Muon's:
         beta2: decay of the second moment.

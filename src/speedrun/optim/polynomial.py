@@ -1,5 +1,7 @@
 """Orthogonalisation by polynomials: X <- a X + b (X X^T) X + c (X X^T)^2 X, a few times, with given coefficients.
 
+Such a polynomial changes the singular values alone; applied a few times it takes every one of them towards 1.
+
 `iterate_plain` is that formula. `Program` is the same in float32 and float64, where a CPU spends most of a step:
 
     program = Program([(12, 192, 192)], POLAR_EXPRESS, 1.02, like)      # once

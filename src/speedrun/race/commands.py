@@ -63,7 +63,7 @@ def stats(given: Stats, console: Console) -> int:
     return 1
 
 
-def hold(given: Race, console: Console, script: records.Script) -> int:
+def hold(given: Race, console: Console) -> int:
     """Exit code 0 for a race that proved what it was about."""
     if given.submit is not None:
         records.foresee(race.draw_up(given), given.submit, given.records)
@@ -71,7 +71,7 @@ def hold(given: Race, console: Console, script: records.Script) -> int:
     console.print("\n" + render(verdict), end="")
     console.print(f"race folder  {folder}")
     if given.submit is not None:
-        console.print(f"record       {records.submit(folder, given.submit, given.records, script)}")
+        console.print(f"record       {records.submit(folder, given.submit, given.records)}")
     return 0 if verdict["verdict"] in ("valid", "faster") else 1
 
 
@@ -87,9 +87,9 @@ class Verify:
     """Where the tokens lie, if not where the plan says."""
 
 
-def verify(given: Verify, console: Console, script: records.Script) -> int:
+def verify(given: Verify, console: Console) -> int:
     found = evidence.examine(given.folder)
-    problems = [*found.problems, *records.problems(given.folder, found, script)]
+    problems = [*found.problems, *records.problems(given.folder, found)]
     if found.verdict is not None and not problems:
         console.print(f"{found.verdict['verdict'].upper()}: {found.verdict['why']}")
     for problem in problems:

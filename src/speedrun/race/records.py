@@ -13,7 +13,6 @@ import json
 import re
 import shutil
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,12 @@ from speedrun.race import statistics
 from speedrun.race.evidence import ARCHIVE, INTERRUPTED, RUNS, Finding, examine, write_manifest
 from speedrun.race.plan import PLAN, Plan, agree, read_object
 from speedrun.race.verdict import TEXT, VERDICT
-from speedrun.train.config import Recipe, differences, to_dict
+from speedrun.train.config import differences, to_dict
 from speedrun.train.runlog import RUN, SOURCE, modules, source_sha256
 
-RECORD, README, RECIPE, SCRIPT = "record.json", "README.md", "recipe.json", "train.py"
+RECORD, README, RECIPE = "record.json", "README.md", "recipe.json"
 FORMAT = 1
 Record = dict[str, Any]
-Script = Callable[[Recipe], str]
-"""Writes a recipe as one file that trains by itself; it raises UserError for a recipe that it cannot write."""
 
 
 def check_name(name: str) -> None:
@@ -66,7 +63,7 @@ def tracks(root: Path) -> list[str]:
 # -------------------------------------------------------------------- submitting
 
 
-def submit(race: Path, name: str, root: Path, script: Script) -> Path:
+def submit(race: Path, name: str, root: Path) -> Path:
     """Turn a race into a record folder, if it proves one."""
     found = examine(race)
     if found.problems or found.verdict is None:
@@ -86,10 +83,7 @@ def submit(race: Path, name: str, root: Path, script: Script) -> Path:
             write_json(file, anonymous(json.loads(file.read_text())))
         write_json(made / RECIPE, to_dict(plan.recipes["A"]))
         write_json(made / RECORD, record)
-        source, obstacle = written(plan.recipes["A"], script)
-        if source is not None:
-            write_atomic(made / SCRIPT, source)
-        write_atomic(made / README, readme(record, plan, verdict, obstacle))
+        write_atomic(made / README, readme(record, plan, verdict))
         write_manifest(made)
     return folder
 
@@ -99,14 +93,6 @@ def archive(package: Path, file: Path) -> None:
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as made:
         for name, content in modules(package):
             made.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
-
-
-def written(recipe: Recipe, script: Script) -> tuple[str | None, str]:
-    """The recipe as one file, or why it cannot be one."""
-    try:
-        return script(recipe), ""
-    except UserError as e:
-        return None, str(e)
 
 
 def foresee(plan: Plan, name: str, root: Path) -> Record | None:
@@ -180,7 +166,7 @@ def anonymous(value: Any) -> Any:
     return Path(value).name if isinstance(value, str) and re.fullmatch(r"(/|[A-Za-z]:\\).*", value) else value
 
 
-def readme(record: Record, plan: Plan, verdict: dict[str, Any], obstacle: str) -> str:
+def readme(record: Record, plan: Plan, verdict: dict[str, Any]) -> str:
     """In the manner of the records that this grew out of: what changed, timing and validation, the predecessor."""
     sides, shown = verdict["sides"], statistics.shown
     runs = {side: [r for r in verdict["runs"] if r["side"] == side] for side in sides}
@@ -236,9 +222,6 @@ def readme(record: Record, plan: Plan, verdict: dict[str, Any], obstacle: str) -
         ]
     if record["shadow"] is not None:
         lines += [f"On the shadow split, which no tuning looks at: mean loss {record['shadow']:.4f}.", ""]
-    alone = f"`{SCRIPT}` the same training as one file that needs torch and numpy alone"
-    if obstacle:
-        alone = f"no file that trains by itself ({html.escape(obstacle.rstrip('.'))})"
     before = f"that of `{record['predecessor']}` plus the difference of the two means above"
     lines += [
         f"Measured time {record['measured']:.3f} s on {record['machine']}. Official time {record['official']:.3f} s: "
@@ -248,7 +231,7 @@ def readme(record: Record, plan: Plan, verdict: dict[str, Any], obstacle: str) -
         "## Files",
         "",
         f"`{PLAN}` was written before the first run; `{RUNS}/` has every run, `{VERDICT}` what follows from them, "
-        f"`{RECIPE}` the recipe, {alone}, `{ARCHIVE}` the program.",
+        f"`{RECIPE}` the recipe, `{ARCHIVE}` the program.",
         "`speedrun verify` on this folder checks that they agree; `speedrun challenge` races it on your machine.",
         "",
     ]
@@ -258,7 +241,7 @@ def readme(record: Record, plan: Plan, verdict: dict[str, Any], obstacle: str) -
 # -------------------------------------------------------------------- verifying
 
 
-def problems(folder: Path, found: Finding, script: Script) -> list[str]:
+def problems(folder: Path, found: Finding) -> list[str]:
     """What is wrong with a record beyond its race; nothing for a race that is none."""
     if not (folder / RECORD).exists():
         return []
@@ -282,24 +265,13 @@ def problems(folder: Path, found: Finding, script: Script) -> list[str]:
         return [str(e)]
     odd = sorted(key for key in {*expected, *record} if not agree(expected.get(key), record.get(key)))
     wrong = [f"{RECORD} does not follow from the race: {', '.join(odd)}"] if odd else []
-    if found.plan.source_sha256 == source_sha256():
-        source, obstacle = written(found.plan.recipes["A"], script)
-        if source != ((folder / SCRIPT).read_text() if (folder / SCRIPT).exists() else None):
-            wrong.append(f"{SCRIPT} is not what `speedrun export` writes for this recipe")
-    else:
-        obstacle = "" if (folder / SCRIPT).exists() else _obstacle_in((folder / README).read_text())
-        found.notes.append(f"whether {SCRIPT} is the recipe as one file: it was written by another version")
-    if not odd and (folder / README).read_text() != readme(record, found.plan, found.verdict, obstacle):
+    if found.plan.source_sha256 != source_sha256():
+        found.notes.append(f"whether {README} says what the race says: another version of the program wrote it")
+    elif not odd and (folder / README).read_text() != readme(record, found.plan, found.verdict):
         wrong.append(f"{README} does not say what the race says")
     if read_object(folder / RECIPE, "Restore it.") != json.loads(json.dumps(to_dict(found.plan.recipes["A"]))):
         wrong.append(f"{RECIPE} is not the recipe of the plan")
     return wrong
-
-
-def _obstacle_in(text: str) -> str:
-    """Why there is no single file, as the README of another version gives it."""
-    found = re.search(r"no file that trains by itself \((.*)\), `", text)
-    return html.unescape(found[1]) if found else ""
 
 
 # -------------------------------------------------------------------- showing

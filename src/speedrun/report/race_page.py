@@ -12,7 +12,6 @@ from speedrun.race.verdict import Row, read_row
 from speedrun.report import page
 from speedrun.report.compare import Curve
 from speedrun.report.draw import COLORS, DASHES, Series, chart
-from speedrun.report.export import export
 from speedrun.report.page import BAD, GOOD, OPEN, Lead, Rows, Section, finish
 from speedrun.report.sections import Name, Shown, facts, losses, machine, schedules, settings, strips
 from speedrun.train.config import Recipe
@@ -25,7 +24,7 @@ def race_page(folder: Path) -> str:
     if not (folder / MANIFEST).exists():
         return unfinished_race_page(folder)
     found = examine(folder)
-    bad = [*found.problems, *records.problems(folder, found, export)]
+    bad = [*found.problems, *records.problems(folder, found)]
     verdict = found.verdict
     if verdict is None or bad:
         lead = Lead("does not hold", f"These files do not agree with each other: {(bad or ['no verdict'])[0]}.", BAD)

@@ -372,7 +372,7 @@ class Trainer:
             visit()
         except UserError:
             raise
-        except Exception as e:
+        except Exception as e:  # whatever a compiler may raise, the model runs without it
             if self.loss_of is self.model or lost_connection(e):
                 raise
             self.say(f"torch.compile failed here ({type(e).__name__}); going on without it, about 1.2x slower")

@@ -178,7 +178,10 @@ class ScheduleConfig:
         )
 
     def after(self, done: int) -> Stage:
-        """What a validation after `done` steps sees: the stage just trained, and at the very end the final window."""
+        """What a validation after `done` steps sees: the stage just trained, and at the very end the final window.
+
+        A wider view costs nothing there, as validation is not timed.
+        """
         last = self.at(max(0, done - 1))
         if last.splits:
             last = dataclasses.replace(last, tied=False)
@@ -205,6 +208,7 @@ class ScheduleConfig:
         return min(slots - 1, slots * step // self.steps)
 
     def _rows(self, step: int) -> int:
+        """A ramp begins with small batches: early in a run they gain more per token."""
         return self.batch_ramp[self._slot(step, len(self.batch_ramp))] if self.batch_ramp else self.rows
 
     def _lr(self, step: int) -> float:
@@ -220,13 +224,17 @@ class ScheduleConfig:
         return self._peak(step) * left + self.floor * (1 - left)
 
     def _peak(self, step: int) -> float:
-        """The ramp's factor. It changes one step after the batch does where a slot ends exactly on a step."""
+        """The ramp's factor, which grows with the batch.
+
+        It changes one step after the batch does where a slot ends exactly on a step.
+        """
         if not self.lr_ramp:
             return 1.0
         slots = len(self.lr_ramp)
         return self.lr_ramp[min(slots, max(1, -(-slots * step // self.steps))) - 1]
 
     def _long(self, step: int) -> int:
+        """The long window. It grows over the run: what is near is learned first, and a short window costs less."""
         if step >= self.steps and self.window_extension:
             return self.window_extension
         if self.window_ramp:
@@ -255,6 +263,7 @@ class ScheduleConfig:
         return tuple(w for i, w in enumerate(found) if i == 0 or w != found[i - 1])
 
     def _momentum(self, step: int) -> float | None:
+        """Low while gradients change quickly, and again at the very end, when there is little left to average."""
         if not self.momentum_warmup and not self.momentum_cooldown:
             return None
         span = self.momentum_high - self.momentum_low
@@ -266,6 +275,7 @@ class ScheduleConfig:
         return self.momentum_high
 
     def _predict(self, step: int) -> tuple[float, ...]:
+        """Weights for three tokens, then for two, then for one: in the end only the next one counts."""
         if self.predict == 1:
             return (1.0,)
         over = self.predict_until * self.steps
