@@ -35,10 +35,10 @@ from speedrun.data.shards import TokenFolder, write_shard
 from speedrun.optim.config import PARTS
 from speedrun.optim.pipeline import Team
 from speedrun.recipes import LINEAGE, get_recipe
-from speedrun.train.config import Recipe, fields_of, with_fields
+from speedrun.train.config import Options, Recipe, fields_of, with_fields
 from speedrun.train.device import choose
 from speedrun.train.distributed import Muted
-from speedrun.train.loop import Options, Trainer
+from speedrun.train.loop import Trainer
 from speedrun.train.progress import Report
 from speedrun.train.runlog import RunFolder, read_metrics
 
@@ -177,12 +177,12 @@ def train(recipe: Recipe, options: Options, tokens: TokenFolder, folder: Path, t
     machine = choose("cpu", "float32", threads=1)
     trainer = Trainer(recipe, tokens, machine, options, here, Report(recipe.schedule.total, quiet=True), team)
     result = trainer.run()
-    assert result["status"] == "ok", result["reason"]
+    assert result.status == "ok", result.reason
     weights = sorted(digest(trainer.exact(p)) for p in trainer.model.parameters())  # all ranks: it may be a collective
     if team.rank:
         return {}
     losses = [m["loss"] for m in read_metrics(folder) if m["kind"] in ("train", "val")]
-    return {"losses": [x.hex() for x in losses], "final": result["val_loss"], "weights": weights}
+    return {"losses": [x.hex() for x in losses], "final": result.val_loss, "weights": weights}
 
 
 def digest(tensor: torch.Tensor) -> str:

@@ -90,10 +90,10 @@ def once(entrant: Entrant, seed: int, core: int | None) -> dict[str, float]:
             sys.exit(f"{entrant.name} with seed {seed} failed:\n{done.stderr}")
         result = read_result(Path(folder) / "run")
     return {
-        "loss": result["val_loss"],
-        "seconds": result["train_time"],
-        "tokens": result["tokens"],
-        "steps": result["steps"],
+        "loss": result.val_loss,
+        "seconds": result.train_time,
+        "tokens": result.tokens,
+        "steps": result.steps,
     }
 
 

@@ -35,9 +35,9 @@ from speedrun.data.shards import TokenFolder, write_shard
 from speedrun.data.tokenizer import Tokenizer
 from speedrun.files import home, locked
 from speedrun.recipes import get_recipe
-from speedrun.train.config import Recipe
+from speedrun.train.config import Options, Recipe
 from speedrun.train.device import choose
-from speedrun.train.loop import Options, Trainer
+from speedrun.train.loop import Trainer
 from speedrun.train.progress import Report
 from speedrun.train.runlog import RunFolder
 from speedrun.train.schedule import Stage

@@ -1,6 +1,6 @@
 """Do two versions of the program train with the same bits?
 
-    python scripts/same_bits.py OLD NEW [--quick]      commits, or folders of checkouts (`HEAD .`: what is not committed)
+    python scripts/same_bits.py OLD NEW [--quick]      commits; or folders: `HEAD .` compares what is not committed
 
 Each commit runs its own code in a checkout of its own: the cases of its `scripts/bits_cases.py`, in 1, 2 and 3 gloo
 processes, eagerly, and some of them compiled. Compared are the losses of every step and validation as hex floats, and

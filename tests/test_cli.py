@@ -306,7 +306,7 @@ def test_a_dry_run_says_what_a_run_would_be_and_leaves_nothing(
 def test_a_dry_run_that_is_not_wanted_trains(speedrun: Speedrun, tokens: TokenFolder, tmp_path: Path) -> None:
     done = speedrun("train", "--data", tokens.path, *EIGHT, "--dry-run", "False", "--out", "run", "--sample", "False")
     assert done.code == 0
-    assert read_result(tmp_path / "run")["status"] == "ok"
+    assert read_result(tmp_path / "run").status == "ok"
 
 
 @pytest.mark.parametrize(("recipe", "track"), [("interleaved", "short"), ("medium", "medium")])
@@ -364,7 +364,7 @@ def test_a_resume_needs_no_flags(speedrun: Speedrun, stopped: Path, whole: Path)
     assert done.code == 0
     assert "resumed at step 5 from step-000005" in done.out
     assert losses(stopped) == losses(whole)
-    assert read_result(stopped)["timed"] is False
+    assert read_result(stopped).timed is False
 
 
 def test_a_finished_run_is_not_resumed(speedrun: Speedrun, tokens: TokenFolder, tmp_path: Path) -> None:
@@ -386,7 +386,7 @@ def test_a_kill_between_the_last_checkpoint_and_the_result_costs_nothing(
     (tmp_path / "run" / "result.json").unlink()
     assert speedrun("train", "--resume", "run").code == 0
     assert losses(tmp_path / "run") == losses(whole)
-    assert read_result(tmp_path / "run")["val_loss"] == read_result(whole)["val_loss"]
+    assert read_result(tmp_path / "run").val_loss == read_result(whole).val_loss
 
 
 def flip_a_byte(file: Path) -> None:
@@ -471,7 +471,7 @@ def test_a_run_ends_with_a_summary(
     done = speedrun("train", "--data", tokens.path, "--target", target, *EIGHT, "--out", "[red]run")
     assert done.code == code
     result = read_result(Path("[red]run"))
-    assert f"target       {verdict}: validation loss {result['val_loss']:.4f}\n" in done.out
+    assert f"target       {verdict}: validation loss {result.val_loss:.4f}\n" in done.out
     assert re.search(r"trained +\d+\.\d s on the clock, 8 steps\n", done.out)
     assert re.search(r"tokens +512, [\d,]+ per second\n", done.out)
     assert re.search(r"peak memory +[\d,]+ MiB resident\n", done.out)
@@ -493,7 +493,7 @@ def test_a_run_that_goes_nan_says_what_may_help(speedrun: Speedrun, tokens: Toke
     assert done.code == 1
     assert "Failed: the loss of step" in done.out
     assert "a lower learning rate may help (--optim.lr is 1e+30)" in done.out
-    assert read_result(Path("run"))["status"] == "failed"
+    assert read_result(Path("run")).status == "failed"
 
 
 def test_ctrl_c_before_the_first_step_leaves_nothing(
@@ -541,7 +541,7 @@ def test_ctrl_c_saves_and_prints_the_command_that_continues_to_the_same_bits(
     running.send_signal(signal.SIGINT)
     out, err = running.communicate()
     assert running.returncode == 130, err
-    assert read_result(folder)["status"] == "interrupted"
+    assert read_result(folder).status == "interrupted"
     said = out.partition("Stopped and saved. To continue:\n")[2].strip()
     assert said == "speedrun train --resume 'my run' --dtype float32"
     again = process(*shlex.split(said)[1:], cwd=tmp_path)

@@ -15,5 +15,10 @@ class UserError(ValueError):
 def nearest(name: str, known: Iterable[str]) -> str:
     """' Did you mean X?' when something known looks like `name`; otherwise ' Known: ...'."""
     known = list(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(sorted(known))}."
+    return similar(name, known) or f" Known: {', '.join(sorted(known))}."
+
+
+def similar(name: str, known: Iterable[str]) -> str:
+    """' Did you mean X?' when something known looks like `name`; otherwise nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""

@@ -1,7 +1,11 @@
-"""Files that are either whole or absent, whatever happens while they are written.
+"""Files that are either whole or absent, whatever happens while they are written, and the one reader of stored JSON.
 
 Everything that must survive `kill -9` goes through here: write beside the destination, fsync, rename, fsync
 the folder. A reader therefore sees the old content or the new one, never half of either.
+
+A stored JSON file is of a known kind: a dataclass. `read_json` fills a missing field with its default, which means "as
+it was before the field existed", and refuses an unknown field, a wrong type, an impossible value, or a format number
+from the future. `write_json` writes the format number.
 """
 
 import contextlib
@@ -11,16 +15,24 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
+import msgspec
 import platformdirs
 
-from speedrun.errors import UserError
+from speedrun.errors import UserError, similar
+
+T = TypeVar("T")
+FORMAT = 1
+"""Format of a stored JSON file, also of one without a number. A kind that changes gets a FORMAT of its own."""
+LARGEST = 2**28
+"""Bytes. A larger file is none of ours, and reading it would fill the memory."""
 
 
 def home() -> Path:
@@ -66,9 +78,8 @@ def explained(path: Path) -> Iterator[None]:
     except OSError as e:
         if e.errno in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(f"The disk is full while writing {path}. Free some space; what was there is kept.") from e
-        if e.errno == errno.EROFS:
-            raise UserError(f"{path} cannot be written: read-only file system. Choose another folder.") from e
-        raise
+        why = {errno.EROFS: "read-only file system", errno.ENOENT: "no folder can be made there"}.get(e.errno or 0)
+        raise UserError(f"{path} cannot be written: {why or e.strerror or e}. Choose another folder.") from e
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
@@ -92,8 +103,98 @@ def write_atomic(path: Path, data: bytes | str) -> None:
         fsync_folder(path.parent)
 
 
-def write_json(path: Path, value: Any) -> None:
-    write_atomic(path, json.dumps(value, indent=1, sort_keys=False, allow_nan=True) + "\n")
+# -------------------------------------------------------------------- stored JSON
+
+
+def write_json(path: Path, value: Mapping[str, Any], format: int = FORMAT) -> None:
+    """Write an object of a known kind, its format number first."""
+    write_atomic(path, json.dumps({"format": format, **value}, indent=1, allow_nan=False) + "\n")
+
+
+def read_json(path: Path, kind: type[T], way_out: str) -> T:
+    """A stored JSON file as an object of its kind, or a UserError that names file, field and way out."""
+    return from_json(decode_json(read_bytes(path, way_out), str(path), way_out), kind, str(path), way_out)
+
+
+def read_bytes(path: Path, way_out: str) -> bytes:
+    """The content of a stored file, unless it cannot be one."""
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise UserError(f"{path} is {'a folder' if path.is_dir() else 'not a file'}, not a stored file. {way_out}")
+        if found.st_size > LARGEST:
+            raise UserError(
+                f"{path} has {found.st_size:,} bytes, but no stored file has more than {LARGEST:,}. {way_out}"
+            )
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{path} is missing. {way_out}") from None
+    except OSError as e:
+        raise UserError(f"{path} cannot be read: {e.strerror}. {way_out}") from e
+
+
+def decode_json(content: bytes, where: str, way_out: str) -> dict[str, Any]:
+    try:
+        value = msgspec.json.decode(content)
+    except RecursionError:
+        raise UserError(f"{where} is damaged: its JSON is nested too deeply. {way_out}") from None
+    except ValueError as e:  # malformed, truncated, not UTF-8
+        raise UserError(f"{where} is damaged: {str(e).rstrip('.')}. {way_out}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{where} is damaged: it is not a JSON object. {way_out}")
+    return value
+
+
+def from_json(value: Mapping[str, Any], kind: type[T], where: str, way_out: str) -> T:
+    """`value`, as JSON gives it, as an object of `kind`; `where` is what an error calls it."""
+    stored = dict(value)
+    number, newest = stored.pop("format", FORMAT), getattr(kind, "FORMAT", FORMAT)
+    if type(number) is not int or not 1 <= number <= newest:
+        raise UserError(
+            f"{where} has format {number!r}, but this version of speedrun reads formats up to {newest}. "
+            "Update speedrun, or use the version that wrote the file."
+        )
+    try:
+        found = msgspec.convert(stored, kind, dec_hook=_as_path)
+    except msgspec.ValidationError as e:
+        what, _, place = str(e).partition(" - at `$")
+        field = place.rstrip("`").lstrip(".")
+        raise UserError(f"{where} is damaged{f' at {field}' if field else ''}: {what.rstrip('.')}. {way_out}") from e
+    except RecursionError:
+        raise UserError(f"{where} is damaged: its JSON is nested too deeply. {way_out}") from None
+    odd = _unknown(stored, msgspec.to_builtins(found, enc_hook=str), "")
+    if odd is not None:
+        name, known = odd
+        raise UserError(
+            f"{where} has the field {name!r}, which this version of speedrun does not know.{similar(name, known)} "
+            f"{way_out}"
+        )
+    return found
+
+
+def _as_path(kind: type, value: Any) -> Any:
+    """What msgspec does not know by itself; whatever this returns must be of the kind, or the value is refused."""
+    return Path(value) if kind is Path and isinstance(value, str) else value
+
+
+def _unknown(stored: Any, read: Any, prefix: str) -> tuple[str, list[str]] | None:
+    """The dotted name of a stored field that was not read, and the names that would have been."""
+    if isinstance(stored, dict) and isinstance(read, dict):
+        for name, value in stored.items():
+            if name not in read:
+                return prefix + name, [prefix + known for known in read]
+            odd = _unknown(value, read[name], f"{prefix}{name}.")
+            if odd is not None:
+                return odd
+    elif isinstance(stored, list) and isinstance(read, list | tuple):
+        for n, (a, b) in enumerate(zip(stored, read, strict=True)):
+            odd = _unknown(a, b, f"{prefix}{n}.")
+            if odd is not None:
+                return odd
+    return None
+
+
+# -------------------------------------------------------------------- folders and locks
 
 
 def sweep(folder: Path, pattern: str) -> None:

@@ -14,13 +14,12 @@ from speedrun.data.tokenizer import Tokenizer
 from speedrun.errors import UserError
 from speedrun.model.gpt import GPT, Cache
 from speedrun.train import checkpoint
-from speedrun.train.config import recipe_from_dict
-from speedrun.train.run import read_description
+from speedrun.train.runlog import read_run
 
 
 def load_model(run: Path, device: torch.device) -> tuple[GPT, Tokenizer, checkpoint.Checkpoint]:
     """The model of a run folder, from its newest good checkpoint."""
-    recipe = recipe_from_dict(read_description(run)["recipe"])
+    recipe = read_run(run).recipe
     saved = checkpoint.newest_good(run / "checkpoints", notice=lambda line: print(line, file=sys.stderr))
     if saved is None:
         raise UserError(

@@ -207,7 +207,10 @@ def test_verify_names_the_damaged_file(folder: Path, name: str) -> None:
         ({"format": 2}, "format 2"),
         ({"vocab_size": "many"}, "vocab_size"),
         ({"bos": 4096}, "bos"),
-        ({"files": {"../../etc/passwd": {"tokens": 1, "sha256": "0"}}}, "file name"),
+        (
+            {"files": {"../../etc/passwd": {"tokens": 1, "sha256": "0"}}},
+            "damaged at key in files: Expected `str` matching regex",
+        ),
         ({"files": {"train_000000.bin": {"tokens": 1}}}, "sha256"),
         ({"files": []}, "damaged"),
         ({"tokenizer": None}, "tokenizer"),

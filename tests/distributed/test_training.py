@@ -13,10 +13,10 @@ import torch
 
 from speedrun.data.shards import TokenFolder
 from speedrun.optim.pipeline import Team
-from speedrun.train.config import with_fields
+from speedrun.train.config import Options, with_fields
 from speedrun.train.device import choose
 from speedrun.train.distributed import Muted
-from speedrun.train.loop import Options, Trainer
+from speedrun.train.loop import Trainer
 from speedrun.train.progress import Report
 from tests.distributed.ranks import together
 from tests.recipes.test_lineage import tiny

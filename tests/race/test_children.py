@@ -72,6 +72,6 @@ def test_sigterm_to_an_ablation_ends_both_of_its_runs(held_out: TokenFolder, tmp
     os.kill(running.pid, signal.SIGTERM)
     _, err = running.communicate(timeout=60)
     assert (running.returncode, err) == (143, "speedrun: stopped\n")
-    results = [read_result(folder)["status"] for folder in (tmp_path / "here" / "runs").iterdir()]
+    results = [read_result(folder).status for folder in (tmp_path / "here" / "runs").iterdir()]
     assert results == ["interrupted"] * 2
     assert not (tmp_path / "here" / "rows.jsonl").exists()

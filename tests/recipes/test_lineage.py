@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 from speedrun.data.shards import TokenFolder
+from speedrun.files import from_json
 from speedrun.model.gpt import count_parameters
 from speedrun.race.ablate import switches_of
 from speedrun.recipes import LINEAGE, get_recipe
-from speedrun.train.config import Recipe, recipe_from_dict, to_dict, with_fields
+from speedrun.train.config import Options, Recipe, to_dict, with_fields
 from speedrun.train.device import choose
-from speedrun.train.loop import Options, Trainer
+from speedrun.train.loop import Trainer
 from speedrun.train.progress import Report
 from speedrun.train.runlog import RunFolder, read_metrics
 
@@ -62,8 +63,8 @@ def losses_of(recipe: Recipe, tokens: TokenFolder, folder: Path) -> list[float]:
         recipe, tokens, choose("cpu", "float32", 1), options, run, Report(recipe.schedule.total, quiet=True)
     )
     result = trainer.run()
-    assert result["status"] == "ok", result["reason"]
-    return [m["loss"] for m in read_metrics(folder, "train")] + [result["val_loss"]]
+    assert result.status == "ok", result.reason
+    return [m["loss"] for m in read_metrics(folder, "train")] + [result.val_loss]
 
 
 @pytest.mark.parametrize("name", LINEAGE)
@@ -84,7 +85,7 @@ def rewrite(tokens: TokenFolder, folder: Path) -> None:
 def test_a_recipe_survives_its_run_json(name: str, track: str) -> None:
     recipe = get_recipe(name, track)
     assert (recipe.name, recipe.track) == (name, track)
-    assert recipe_from_dict(json.loads(json.dumps(to_dict(recipe)))) == recipe
+    assert from_json(json.loads(json.dumps(to_dict(recipe))), Recipe, "run.json", "") == recipe
 
 
 @pytest.mark.parametrize(

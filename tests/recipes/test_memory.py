@@ -12,9 +12,10 @@ from speedrun.optim import Snoo
 from speedrun.optim.config import build_optimizer
 from speedrun.recipes import LINEAGE
 from speedrun.train import checkpoint
+from speedrun.train.config import Options
 from speedrun.train.device import choose
 from speedrun.train.dryrun import checkpoint_bytes, kinds_of
-from speedrun.train.loop import Options, Trainer
+from speedrun.train.loop import Trainer
 from speedrun.train.progress import Report
 from speedrun.train.runlog import RunFolder
 from tests.recipes.test_lineage import tiny

@@ -73,7 +73,7 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path: Path, dtype: tor
 
 
 def test_layout_and_state(tmp_path: Path) -> None:
-    state = {"a": 0.1, "b": [1, None, True], "c": {"d": float("inf"), "é": "ü"}, "tuple": (1, 2)}
+    state = {"a": 0.1, "b": [1, None, True], "c": {"d": 2.5e300, "é": "ü"}, "tuple": (1, 2)}
     path = checkpoint.save(tmp_path / "checkpoints", 500, {}, state)
     assert path == tmp_path / "checkpoints" / "step-000500"
     assert sorted(p.name for p in path.iterdir()) == sorted(FILES)
@@ -225,7 +225,7 @@ def test_when_the_last_rename_fails_the_old_one_gets_its_name_back(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", refuse)
-        with pytest.raises(OSError, match="Input/output"):
+        with pytest.raises(UserError, match="Input/output"):
             save(tmp_path, 5)
     assert steps(tmp_path) == ["step-000005"]
     assert belongs(checkpoint.load(tmp_path / "latest")) == 5
@@ -264,9 +264,9 @@ def test_every_single_byte_of_the_tensors_counts(tmp_path: Path) -> None:
     ("damage", "says"),
     [
         (lambda file: file.unlink(), "is missing"),
-        (lambda file: (file.unlink(), file.mkdir()), "cannot be read|bytes"),
-        (lambda file: file.write_bytes(file.read_bytes()[:-9]), "bytes|JSON"),
-        (lambda file: file.write_bytes(b""), "bytes|JSON"),
+        (lambda file: (file.unlink(), file.mkdir()), "is a folder|bytes|cannot be read"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-9]), "bytes|damaged"),
+        (lambda file: file.write_bytes(b""), "bytes|damaged"),
     ],
     ids=["missing", "folder", "short", "empty"],
 )
@@ -282,13 +282,17 @@ def test_each_kind_of_damage_has_its_sentence(
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"format": 2}, "format '2', this program reads 1"),
+        ({"format": 2}, "manifest.json has format 2, but this version of speedrun reads formats up to 1"),
         ({"format": True}, "format"),
         ({"step": 11}, "step 11, not of its folder's"),
-        ({"step": None}, "no step"),
+        ({"step": None}, "damaged at step: Expected `int`, got `null`"),
         ({"files": {}}, "does not list"),
         ({"files": {"../../etc/passwd": {"bytes": 1, "sha256": ""}}}, "does not list"),
-        ({"files": {checkpoint.TENSORS: 1, checkpoint.STATE: 2}}, "no size"),
+        (
+            {"files": {checkpoint.TENSORS: 1, checkpoint.STATE: 2}},
+            r"damaged at files\[...\]: Expected `object`, got `int`",
+        ),
+        ({"wings": 2}, "has the field 'wings', which this version of speedrun does not know"),
     ],
 )
 def test_manifests_that_lie(tmp_path: Path, change: dict[str, Any], says: str) -> None:
@@ -409,7 +413,7 @@ def test_fuzz_never_a_wrong_load(tmp_path: Path, name: str) -> None:
 def test_deeply_nested_json_is_damage_not_a_crash(tmp_path: Path) -> None:
     path = save(tmp_path, 10)
     (path / checkpoint.MANIFEST).write_bytes(b'{"a":' * 100_000)
-    with pytest.raises(UserError, match="not readable JSON"):
+    with pytest.raises(UserError, match="nested too deeply"):
         checkpoint.load(path)
 
 

@@ -1,21 +1,26 @@
 """A recipe survives run.json, names its differences, and refuses what it does not know."""
 
-import copy
 import json
+from typing import Any
 
 import pytest
 
 from speedrun.errors import UserError
+from speedrun.files import from_json
 from speedrun.recipes import LINEAGE, get_recipe
 from speedrun.train.config import (
     Recipe,
     differences,
     fields_of,
     meanings,
-    recipe_from_dict,
     to_dict,
     with_fields,
 )
+
+
+def recipe_from_dict(stored: dict[str, Any]) -> Recipe:
+    return from_json(stored, Recipe, "run.json", "Restore it.")
+
 
 EVERY = [(name, track) for name, sizes in LINEAGE.items() for track in sizes]
 
@@ -53,28 +58,45 @@ def test_differences_are_listed() -> None:
     assert differences(a, with_fields(a, {"model.layers": 9})) == [f"model.layers: {a.model.layers} -> 9"]
 
 
-def test_a_recipe_of_another_version_is_refused() -> None:
-    stored = to_dict(get_recipe("adamw", "pocket"))
-    unknown = copy.deepcopy(stored)
-    unknown["model"]["wings"] = 2
-    with pytest.raises(UserError, match=r"model.wings is unknown"):
-        recipe_from_dict(unknown)
-    missing = copy.deepcopy(stored)
-    del missing["optim"]["lr"]
-    with pytest.raises(UserError, match=r"optim.lr is missing"):
-        recipe_from_dict(missing)
-    with pytest.raises(UserError, match="not an object"):
-        recipe_from_dict({**stored, "model": 3})
-
-
-def test_a_run_from_before_the_compiler_had_fields_can_go_on() -> None:
+def test_a_field_that_came_later_has_its_default() -> None:
     recipe = get_recipe("adamw", "pocket")
     stored = to_dict(recipe)
-    del stored["compiler"]
+    del stored["compiler"]  # a whole part
+    del stored["model"]["smear"]
     assert recipe_from_dict(stored) == recipe
-    stored["compiler"] = {}
-    with pytest.raises(UserError, match=r"compiler.coordinate_descent is missing"):
+    del stored["name"]  # which always existed
+    with pytest.raises(UserError, match="run.json is damaged: Object missing required field `name`. Restore it."):
         recipe_from_dict(stored)
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value", "says"),
+    [
+        ("model", "wings", 2, "has the field 'model.wings', which this version of speedrun does not know. Restore"),
+        ("model", "layer", 2, "'model.layer', which .* does not know. Did you mean 'model.layers'"),
+        ("model", "layers", "3", "damaged at model.layers: Expected `int`, got `str`"),
+        ("model", "layers", 3.0, "damaged at model.layers: Expected `int`, got `float`"),
+        ("model", "layers", 0, "damaged at model.layers: Expected `int` >= 1"),
+        ("model", "softcap", "soft", "damaged at model.softcap: Invalid enum value 'soft'"),
+        ("model", "heads", 7, "damaged at model: model.width 128 does not split into 7 heads"),
+        ("optim", "lr", -1.0, "damaged at optim: optim.lr is -1.0; it must be finite and not negative"),
+        ("schedule", "warmup", 2.0, "damaged at schedule.warmup: Expected `float` <= 1.0"),
+        ("optim", "muon", None, "damaged at optim.muon: Expected `object`, got `null`"),
+    ],
+)
+def test_what_a_stored_recipe_cannot_have_is_named(part: str, field: str, value: object, says: str) -> None:
+    stored = to_dict(get_recipe("adamw", "pocket"))
+    stored[part][field] = value
+    with pytest.raises(UserError, match=says):
+        recipe_from_dict(stored)
+
+
+def test_an_older_format_number_is_read_and_a_newer_one_is_not() -> None:
+    stored = to_dict(get_recipe("adamw", "pocket"))
+    assert recipe_from_dict({**stored, "format": 1}) == recipe_from_dict(stored)
+    for number in (0, 2, "1", None, True, 1.0):
+        with pytest.raises(UserError, match="run.json has format .*reads formats up to 1. Update speedrun"):
+            recipe_from_dict({**stored, "format": number})
 
 
 def test_an_unknown_recipe_or_size_is_refused() -> None:

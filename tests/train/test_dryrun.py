@@ -15,10 +15,9 @@ from speedrun.model.gpt import GPT, GPTConfig, Windows, flops_per_token
 from speedrun.recipes import LINEAGE, get_recipe
 from speedrun.tracks import get_track, own_track
 from speedrun.train import dryrun, telemetry
-from speedrun.train.config import Recipe, with_fields
+from speedrun.train.config import Options, Recipe, with_fields
 from speedrun.train.device import choose
 from speedrun.train.dryrun import DryRun, examine, spans_of, turns
-from speedrun.train.loop import Options
 from tests.train.tiny import TINY
 
 EVERY = [(name, track) for name, sizes in LINEAGE.items() for track in sizes]

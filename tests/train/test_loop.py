@@ -43,11 +43,11 @@ def test_a_run_learns_and_leaves_its_numbers(tokens: TokenFolder, tmp_path: Path
     first, last = measured[0][2], measured[-1][2]
     assert first == pytest.approx(math.log(4096), abs=0.01)  # a zero head predicts nothing
     assert last < 5.0 < first
-    assert result["status"] == "ok"
-    assert result["timed"] is True
-    assert result["val_loss"] == last
-    assert result["tokens"] == 40 * 4 * 32
-    assert read_result(tmp_path / "run")["val_loss"] == last
+    assert result.status == "ok"
+    assert result.timed is True
+    assert result.val_loss == last
+    assert result.tokens == 40 * 4 * 32
+    assert read_result(tmp_path / "run").val_loss == last
     assert "step:40/40 val_loss:" in (tmp_path / "run" / "log.txt").read_text()
 
 
@@ -156,10 +156,10 @@ def test_a_loss_that_is_not_finite_fails_the_run_before_the_weights_change(
 
     trainer.gradients = poisoned  # type: ignore[method-assign]
     result = trainer.run()
-    assert result["status"] == "failed"
-    assert "step 5" in result["reason"]
+    assert result.status == "failed"
+    assert "step 5" in result.reason
     assert equal(weights(trainer), seen[-1])
-    assert read_result(tmp_path / "run")["status"] == "failed"
+    assert read_result(tmp_path / "run").status == "failed"
     saved = checkpoint.newest_good(tmp_path / "run" / "checkpoints", notice=pytest.fail)
     assert saved is not None
     assert saved.step == 4
@@ -180,8 +180,8 @@ def test_a_resumed_run_has_the_same_bits(tokens: TokenFolder, tmp_path: Path) ->
     assert losses(tmp_path / "rest") == [
         m for m in losses(tmp_path / "whole") if (m[0], m[1]) > ("train", 6) and m[1] >= 7
     ]
-    assert result["timed"] is False
-    assert result["tokens"] == 12 * 4 * 32
+    assert result.timed is False
+    assert result.tokens == 12 * 4 * 32
 
 
 def test_a_run_that_had_to_halve_its_micro_batches_resumes_compiled(tokens: TokenFolder, tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_ctrl_c_ends_the_run_after_its_step_and_saves_it(tokens: TokenFolder, tm
 
     trainer.step = interrupted  # type: ignore[method-assign]
     result = trainer.run()
-    assert result["status"] == "interrupted"
+    assert result.status == "interrupted"
     saved = checkpoint.newest_good(tmp_path / "run" / "checkpoints", notice=pytest.fail)
     assert saved is not None
     assert saved.step == 4
@@ -283,7 +283,7 @@ def test_without_a_compiler_it_goes_on_and_says_so(
 ) -> None:
     monkeypatch.setattr("speedrun.train.device.compiler_problem", lambda: "no working C++ compiler")
     trainer = tiny_trainer(tokens, tmp_path / "run", compile=True)
-    assert trainer.run()["status"] == "ok"
+    assert trainer.run().status == "ok"
     assert "torch.compile is not used: no working C++ compiler" in (tmp_path / "run" / "log.txt").read_text()
 
 
@@ -294,7 +294,7 @@ def test_a_compiler_that_fails_is_replaced_by_eager(tokens: TokenFolder, tmp_pat
         raise RuntimeError("the compiler crashed")
 
     trainer.loss_of = broken
-    assert trainer.run()["status"] == "ok"
+    assert trainer.run().status == "ok"
     assert "torch.compile failed here" in (tmp_path / "run" / "log.txt").read_text()
 
 
@@ -342,7 +342,7 @@ EVERYTHING = {
 def test_with_everything_on_a_resumed_run_has_the_same_bits(tokens: TokenFolder, tmp_path: Path, after: int) -> None:
     """From an even step with gradients waiting, across a window change, across the split, inside the extension."""
     whole = tiny_trainer(tokens, tmp_path / "whole", EVERYTHING)
-    assert whole.run()["status"] == "ok"
+    assert whole.run().status == "ok"
     assert whole.recipe.schedule.split_step == 7
     half = tiny_trainer(tokens, tmp_path / "half", EVERYTHING, checkpoint_every=after, final_checkpoint=False, keep=20)
     half.run()
@@ -368,5 +368,5 @@ def test_with_everything_on_the_warm_up_leaves_no_trace(tokens: TokenFolder, tmp
 def test_everything_compiles_and_nothing_recompiles(tokens: TokenFolder, tmp_path: Path) -> None:
     compiled = tiny_trainer(tokens, tmp_path / "a", EVERYTHING, compile=True)
     plain = tiny_trainer(tokens, tmp_path / "b", EVERYTHING)
-    assert compiled.run()["val_loss"] == pytest.approx(plain.run()["val_loss"], rel=1e-3)
+    assert compiled.run().val_loss == pytest.approx(plain.run().val_loss, rel=1e-3)
     assert compiled.loss_of is not compiled.model, "it fell back to eager"

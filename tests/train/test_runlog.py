@@ -1,11 +1,13 @@
 """The run folder keeps whole lines, every digit, and the story of its interruptions."""
 
+import dataclasses
 import errno
 import json
 import math
 import os
 import subprocess
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,36 @@ import torch
 
 from speedrun import files
 from speedrun.errors import UserError
+from speedrun.recipes import get_recipe
 from speedrun.train import runlog
-from speedrun.train.runlog import RunFolder, read_metrics, train_line, val_line
+from speedrun.train.config import Options
+from speedrun.train.runlog import Result, RunFolder, plain, read_metrics, read_result, read_run, train_line, val_line
 
-DESCRIPTION = {"recipe": {"name": "adamw", "lr": 0.1}, "seed": 7, "track": {"name": "pocket", "sha256": {}}}
+DESCRIPTION: dict[str, Any] = {
+    "recipe": get_recipe("adamw", "pocket"),
+    "track": "pocket",
+    "target": 4.31,
+    "seed": 7,
+    "data": {"folder": "tokens", "files": {}},
+    "options": Options(seed=7),
+    "machine": ["device: cpu"],
+    "threads": 1,
+    "ranks": 1,
+}
+RESULT = Result(
+    status="interrupted",
+    reason="signal 2",
+    val_loss=None,
+    losses={},
+    steps=10,
+    train_time=1.5,
+    tokens=40,
+    tokens_per_second=26.7,
+    resumed=False,
+    timed=False,
+    peak_memory={"resident": 12.0},
+    finished=runlog.now(),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -44,8 +72,10 @@ def lines(run: RunFolder) -> list[dict[str, Any]]:
 
 def test_a_new_run_describes_itself(run: RunFolder) -> None:
     written = json.loads((run.path / "run.json").read_text())
-    assert written == run.description
-    assert {k: written[k] for k in DESCRIPTION} == DESCRIPTION
+    assert written["format"] == 1
+    assert {k: written[k] for k in DESCRIPTION} == plain(DESCRIPTION)
+    read = read_run(run.path)
+    assert (read.recipe, read.options) == (DESCRIPTION["recipe"], DESCRIPTION["options"])
     assert written["interruptions"] == []
     assert written["started"].endswith("+00:00")
     assert written["devices"]
@@ -78,7 +108,8 @@ def test_an_empty_folder_is_used_as_it_is(tmp_path: Path) -> None:
     inode = tmp_path.stat().st_ino
     RunFolder.create(tmp_path, DESCRIPTION, quiet)
     assert tmp_path.stat().st_ino == inode
-    assert RunFolder.open(tmp_path, quiet).description["seed"] == 7
+    RunFolder.open(tmp_path, quiet)
+    assert read_run(tmp_path).seed == 7
 
 
 @pytest.mark.parametrize("existing", [True, False])
@@ -102,24 +133,24 @@ class Recipe:
     betas: tuple[float, float]
 
 
-def test_dataclasses_paths_and_infinities_become_plain_json(tmp_path: Path) -> None:
-    given = {"recipe": Recipe(math.inf, torch.bfloat16, (0.9, 0.95)), "data": Path("a/b"), "git": "mine"}
-    RunFolder.create(tmp_path / "run", given, quiet)
-    opened = RunFolder.open(tmp_path / "run", quiet).description
-    assert opened["recipe"] == {"lr": "inf", "dtype": "torch.bfloat16", "betas": [0.9, 0.95]}
-    assert opened["data"] == "a/b"
-    assert opened["git"] == "mine"
+def test_dataclasses_paths_dates_and_infinities_become_plain_json() -> None:
+    given = {"recipe": Recipe(math.inf, torch.bfloat16, (0.9, 0.95)), "data": Path("a/b"), "day": date(2026, 2, 1)}
+    assert plain(given) == {
+        "recipe": {"lr": "inf", "dtype": "torch.bfloat16", "betas": [0.9, 0.95]},
+        "data": "a/b",
+        "day": "2026-02-01",
+    }
 
 
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
         (lambda p: p.unlink(), "is missing, so .* is no run folder"),
-        (lambda p: p.write_text('{"seed": '), "not readable JSON"),
-        (lambda p: p.write_bytes(b"\xff\xfe\x00"), "not readable JSON"),
-        (lambda p: p.write_text("[1]"), "no JSON object"),
-        (lambda p: p.write_text("{}"), "no list of interruptions"),
-        (lambda p: (p.unlink(), p.mkdir()), "cannot be read"),
+        (lambda p: p.write_text('{"seed": '), "damaged: Input data was truncated"),
+        (lambda p: p.write_bytes(b"\xff\xfe\x00"), "damaged: JSON is malformed"),
+        (lambda p: p.write_text("[1]"), "not a JSON object"),
+        (lambda p: p.write_text("{}"), "missing required field `recipe`"),
+        (lambda p: (p.unlink(), p.mkdir()), "is a folder"),
     ],
 )
 def test_opening_a_damaged_run(run: RunFolder, damage: Any, says: str) -> None:
@@ -262,14 +293,14 @@ def test_a_resumed_run_has_the_same_lines_as_one_that_was_never_interrupted(
 
 def test_several_interruptions_and_a_result_that_was_not_the_last_word(run: RunFolder) -> None:
     simulate(run, 0, 4)
-    run.finish({"status": "interrupted", "step": 4})
+    run.finish(RESULT)
     first = RunFolder.open(run.path, quiet)
     first.cut_back(2, "asked to stop")
     assert not (run.path / "result.json").exists()
     simulate(first, 2, 6)
     second = RunFolder.open(run.path, quiet)
     second.cut_back(6, "killed")
-    one, two = RunFolder.open(run.path, quiet).description["interruptions"]
+    one, two = read_run(run.path).interruptions
     assert one["result"]["status"] == "interrupted"
     assert one["dropped_lines"] > 0
     assert "result" not in two
@@ -307,13 +338,11 @@ def test_log_goes_to_the_file_and_the_console(tmp_path: Path) -> None:
 
 
 def test_result(run: RunFolder) -> None:
-    with pytest.raises(ValueError, match="status"):
-        run.finish({"status": "fine"})
-    assert not (run.path / "result.json").exists()
-    run.finish({"status": "failed", "reason": "the loss is nan", "val_loss": math.nan})
-    result = runlog.read_result(run.path)
-    assert (result["status"], result["val_loss"]) == ("failed", "nan")
-    assert result["finished"].endswith("+00:00")
+    with pytest.raises(ValueError, match="ended as 'ok' has the validation loss None"):
+        dataclasses.replace(RESULT, status="ok")
+    run.finish(RESULT)
+    assert read_result(run.path) == RESULT
+    assert json.loads((run.path / "result.json").read_text())["finished"].endswith("+00:00")
 
 
 def test_greppable_lines() -> None:

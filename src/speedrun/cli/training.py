@@ -20,11 +20,10 @@ from speedrun.recipes import DEFAULT, default_for, get_recipe
 from speedrun.tracks import Track, get_track, own_track
 from speedrun.train import dryrun
 from speedrun.train import run as run_room
-from speedrun.train.config import Recipe, ValidationConfig, recipe_from_dict
+from speedrun.train.config import Options, Recipe, ValidationConfig
 from speedrun.train.device import CompilerConfig, Machine, choose
 from speedrun.train.distributed import PATIENCE, is_first, launch, may_restart, ranks, restarted
-from speedrun.train.loop import Options
-from speedrun.train.runlog import read_result
+from speedrun.train.runlog import read_result, read_run
 from speedrun.train.schedule import ScheduleConfig
 
 PARTS = ("model", "loader", "optim", "schedule", "validation", "compiler")
@@ -119,15 +118,15 @@ class Train:
     @classmethod
     def from_run(cls, path: Path) -> tuple[Recipe, "Train"]:
         """The recipe and the flags that the run in a folder was started with."""
-        about = run_room.read_description(path)
-        recipe, options = recipe_from_dict(about["recipe"]), about["options"]
-        kept = {k: options[k] for k in ("seed", "compile", "checkpoint_every", "keep", "micro_rows") if k in options}
-        kept |= {"save": options.get("final_checkpoint", True), "machine": Machinery(threads=about["threads"])}
-        kept |= {"shadow": "shadow" in options.get("splits", ()), "plan": options.get("plan")}
-        if about["track"] == "own":
-            kept |= {"data": Path(about["data"]["folder"]), "target": about["target"]}
+        about = read_run(path)
+        recipe, options = about.recipe, about.options
+        kept = {k: getattr(options, k) for k in ("seed", "compile", "checkpoint_every", "keep", "micro_rows", "plan")}
+        kept |= {"save": options.final_checkpoint, "shadow": "shadow" in options.splits}
+        kept["machine"] = Machinery(threads=about.threads)
+        if about.track == "own":
+            kept |= {"data": Path(about.data.folder), "target": about.target}
         else:
-            kept["track"] = about["track"]
+            kept["track"] = about.track
         return recipe, cls.from_recipe(recipe, **kept)
 
     def resolved(self, base: Recipe) -> Recipe:
@@ -195,7 +194,7 @@ def run_training(given: Train, recipe: Recipe, track: Track) -> int:
     if may_restart() and not (given.out or given.resume):
         raise UserError("With restarts every attempt must find the run: pass --out FOLDER.")
     if restarted() and given.out and (given.out / "run.json").exists():
-        if (given.out / "result.json").exists() and read_result(given.out)["status"] != "interrupted":
+        if (given.out / "result.json").exists() and read_result(given.out).status != "interrupted":
             return 1  # it had ended already, and has said how; torchrun starts again whatever ended with 1
         where = given.out
     elif given.resume == "auto":
@@ -210,34 +209,34 @@ def run_training(given: Train, recipe: Recipe, track: Track) -> int:
     else:
         outcome = run_room.start(recipe, track, machine, options, out=given.out)
     if not is_first():
-        return 0 if outcome.result["status"] == "ok" else 1
+        return 0 if outcome.result.status == "ok" else 1
     return summarize(outcome, given, machine.device)
 
 
 def summarize(outcome: run_room.Outcome, given: Train, device: Any) -> int:
     """What happened, in a few lines. Exit code 0 only for a run that ended well and reached its target, if any."""
     result, target = outcome.result, outcome.target
-    if result["status"] == "interrupted":
+    if result.status == "interrupted":
         again = ["speedrun", "train", "--resume", str(outcome.folder)]
         for name in ("device", "dtype", "attention"):
             value = getattr(given.machine, name)
             again += [] if value == "auto" else [f"--{name}", value]
         say(f"Stopped and saved. To continue:\n  {shlex.join(again)}")
-        return 128 + int(result["reason"].removeprefix("signal "))
-    if result["status"] == "failed":
-        say(f"Failed: {result['reason']}; a lower learning rate may help (--optim.lr is {given.optim.lr:g}).")
+        return 128 + int(str(result.reason).removeprefix("signal "))
+    if result.status == "failed":
+        say(f"Failed: {result.reason}; a lower learning rate may help (--optim.lr is {given.optim.lr:g}).")
         say(f"run folder   {outcome.folder}")
         return 1
-    loss = result["val_loss"]
+    loss = result.val_loss
     if target is not None:
         verdict = "reached" if outcome.reached else "NOT reached"
         say(f"\ntarget       {target:g} {verdict}: validation loss {loss:.4f}")
     else:
         say(f"\nloss         {loss:.4f} on the validation split (no target)")
-    timed = "" if result["timed"] else " (resumed, so not a time that counts)"
-    say(f"trained      {result['train_time']:.1f} s on the clock{timed}, {result['steps']:,} steps")
-    say(f"tokens       {result['tokens']:,}, {result['tokens_per_second']:,.0f} per second")
-    say(f"peak memory  {', '.join(f'{v:,.0f} MiB {k}' for k, v in result['peak_memory'].items())}")
+    timed = "" if result.timed else " (resumed, so not a time that counts)"
+    say(f"trained      {result.train_time:.1f} s on the clock{timed}, {result.steps:,} steps")
+    say(f"tokens       {result.tokens:,}, {result.tokens_per_second:,.0f} per second")
+    say(f"peak memory  {', '.join(f'{v:,.0f} MiB {k}' for k, v in result.peak_memory.items())}")
     if given.sample and given.save and (outcome.folder / "tokenizer.json").exists():
         model, tokenizer, _ = sample_room.load_model(outcome.folder, device)
         text = sample_room.sample_text(model, tokenizer, "The ", tokens=60, temperature=0.8, top_k=50, seed=0)

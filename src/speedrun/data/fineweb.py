@@ -21,7 +21,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from speedrun.data import gpt2, hub
 from speedrun.data.loader import Loader, LoaderConfig
-from speedrun.data.shards import TokenFile, TokenFolder, list_shards, open_shard
+from speedrun.data.shards import TokenFile, TokenFolder, TokenInfo, list_shards, open_shard
 from speedrun.data.tokenizer import Tokenizer
 from speedrun.errors import UserError
 from speedrun.files import explained, fsync_file, fsync_folder, home, locked, sha256_file
@@ -113,7 +113,7 @@ def load() -> TokenFolder:
         raise UserError(
             f"{path / train_name(gaps[0])} is missing, though later chunks are there; run `{FETCH} {max(chunks)}`."
         )
-    return TokenFolder(path, "gpt2", gpt2.VOCAB_SIZE, gpt2.BOS, files, listed.tokenizer_sha256)
+    return listed.with_info(files=files)
 
 
 def _chunks(names: Iterable[str]) -> set[int]:
@@ -132,7 +132,7 @@ def _listed(path: Path) -> TokenFolder:
 
 
 def _nothing(path: Path) -> TokenFolder:
-    return TokenFolder(path, "gpt2", gpt2.VOCAB_SIZE, gpt2.BOS, {}, "")
+    return TokenFolder(path, TokenInfo("gpt2", "", gpt2.VOCAB_SIZE, gpt2.BOS, {}))
 
 
 # --- fetching ---
@@ -202,7 +202,7 @@ def _same(path: Path, remote: hub.Remote) -> bool:
 def _add(listed: TokenFolder, name: str, sha256: str) -> TokenFolder:
     """tokens.json with one more file; written after the file, so that it never promises what is not there."""
     files = {**listed.files, name: TokenFile(len(open_shard(listed.path / name)), sha256)}
-    grown = TokenFolder(listed.path, "gpt2", gpt2.VOCAB_SIZE, gpt2.BOS, files, listed.tokenizer_sha256)
+    grown = listed.with_info(files=files)
     grown.write()
     return grown
 
@@ -222,10 +222,7 @@ def add_tokenizer(folder: TokenFolder) -> TokenFolder:
     """Put GPT-2's tokenizer.json beside the shards: with it, models trained on them can write text."""
     if not folder.tokenizer_path.exists() or sha256_file(folder.tokenizer_path) != folder.tokenizer_sha256:
         Tokenizer.load("gpt2").save(folder.tokenizer_path)
-        listed = _listed(folder.path)
-        TokenFolder(
-            folder.path, "gpt2", gpt2.VOCAB_SIZE, gpt2.BOS, listed.files, sha256_file(folder.tokenizer_path)
-        ).write()
+        _listed(folder.path).with_info(tokenizer_sha256=sha256_file(folder.tokenizer_path)).write()
     return load()
 
 

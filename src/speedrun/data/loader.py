@@ -27,6 +27,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from speedrun.checks import Positive, check_fields
 from speedrun.data.documents import Line, find_documents, piece_starts
 from speedrun.data.shards import open_shard
 from speedrun.errors import UserError
@@ -46,20 +47,11 @@ class LoaderConfig:
     rows: the rows of that stream in a drawn order, too, so that a batch is not a few neighbouring pages."""
     tail: Literal["split", "discard"] = "split"
     """What becomes of a document that does not fit; for documents packing only."""
-    max_document: int = 2048
+    max_document: Positive = 2048
     """Longest piece of a document, in tokens; for documents packing only."""
 
     def __post_init__(self) -> None:
-        allowed = {
-            "packing": ("stream", "documents"),
-            "order": ("rows", "shuffle", "sequential"),
-            "tail": ("split", "discard"),
-        }
-        for name, values in allowed.items():
-            if getattr(self, name) not in values:
-                raise UserError(f"{name} is {getattr(self, name)!r}, but must be one of: {', '.join(values)}.")
-        if self.max_document < 1:
-            raise UserError(f"max_document is {self.max_document}, but must be at least 1.")
+        check_fields(self, "loader.")
 
 
 @dataclass(frozen=True)

@@ -9,19 +9,21 @@ file, so that anyone can check that two runs saw the same tokens: `speedrun data
 """
 
 import contextlib
-import json
+import dataclasses
 import os
 import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import numpy as np
+from msgspec import Meta
 
+from speedrun.checks import Count
 from speedrun.errors import UserError
-from speedrun.files import explained, fsync_folder, sha256_file, write_json
+from speedrun.files import explained, fsync_folder, read_json, sha256_file, write_json
 
 MAGIC = 20240520
 VERSION = 1
@@ -29,7 +31,6 @@ HEADER_INTS = 256
 HEADER_BYTES = 4 * HEADER_INTS
 TOKEN = np.dtype("<u2")
 LARGEST_VOCABULARY = 2**16  # ids are uint16
-FORMAT = 1  # of tokens.json
 CHUNK = 1 << 22  # tokens looked at in one go when a whole shard must be read
 
 
@@ -168,12 +169,32 @@ def list_shards(folder: Path, split: str) -> list[Path]:
 
 @dataclass(frozen=True)
 class TokenFile:
-    tokens: int
-    sha256: str  # empty: not known
+    tokens: Count
+    sha256: str
+    """Empty: not known."""
+    bytes: int = 0
+    """Follows from the tokens, whatever the file says."""
 
-    @property
-    def bytes(self) -> int:
-        return HEADER_BYTES + TOKEN.itemsize * self.tokens
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bytes", HEADER_BYTES + TOKEN.itemsize * self.tokens)
+
+
+@dataclass(frozen=True)
+class TokenInfo:
+    """tokens.json."""
+
+    tokenizer: str
+    """The name it was made with; tokenizer.json is the tokenizer itself."""
+    tokenizer_sha256: str
+    """Empty: there is no tokenizer.json."""
+    vocab_size: Annotated[int, Meta(ge=1, le=LARGEST_VOCABULARY)]
+    bos: Count
+    files: dict[Annotated[str, Meta(pattern=r"^[\w.-]+\.bin$")], TokenFile]
+    """The shards, by name."""
+
+    def __post_init__(self) -> None:
+        if self.bos >= self.vocab_size:
+            raise ValueError(f"bos is {self.bos}, outside the vocabulary of {self.vocab_size}")
 
 
 @dataclass(frozen=True)
@@ -181,11 +202,30 @@ class TokenFolder:
     """A folder of shards with its description, as read from `tokens.json`."""
 
     path: Path
-    tokenizer: str  # the name it was made with; `tokenizer_path` is the tokenizer itself
-    vocab_size: int
-    bos: int
-    files: dict[str, TokenFile]  # the shards, by name
-    tokenizer_sha256: str  # empty: there is no tokenizer.json
+    info: TokenInfo
+
+    @property
+    def tokenizer(self) -> str:
+        return self.info.tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        return self.info.vocab_size
+
+    @property
+    def bos(self) -> int:
+        return self.info.bos
+
+    @property
+    def files(self) -> dict[str, TokenFile]:
+        return self.info.files
+
+    @property
+    def tokenizer_sha256(self) -> str:
+        return self.info.tokenizer_sha256
+
+    def with_info(self, **changes: Any) -> "TokenFolder":
+        return TokenFolder(self.path, dataclasses.replace(self.info, **changes))
 
     @property
     def tokenizer_path(self) -> Path:
@@ -195,60 +235,25 @@ class TokenFolder:
     def read(cls, path: Path) -> "TokenFolder":
         """Read the description. Costs nothing, and says nothing yet about the shards: see `verify`."""
         described = path / "tokens.json"
-        try:
-            value = json.loads(described.read_bytes())
-        except FileNotFoundError:
+        if path.is_dir() and not described.exists():
             raise UserError(
                 f"{path} is not a token folder: it has no tokens.json; make one with `speedrun data encode`."
-            ) from None
-        except NotADirectoryError:
-            raise UserError(f"{path} is a file, but a token folder is needed.") from None
-        except OSError as e:
-            raise UserError(f"{described} cannot be read: {e.strerror}.") from e
-        except ValueError as e:  # JSON, or not even UTF-8
-            raise UserError(f"{described} is damaged ({e}); prepare or encode the folder again.") from None
-        if isinstance(value, dict) and value.get("format", FORMAT) != FORMAT:
-            raise UserError(
-                f"{described} has format {value['format']!r}, but only {FORMAT} is understood; update speedrun."
             )
-        try:
-            return cls._from_json(path, value)
-        except (KeyError, TypeError, AttributeError, AssertionError) as e:
-            raise UserError(f"{described} is damaged (at {e}); prepare or encode the folder again.") from None
-
-    @classmethod
-    def _from_json(cls, path: Path, value: dict[str, Any]) -> "TokenFolder":
-        files = {}
-        for name, about in value["files"].items():
-            assert re.fullmatch(r"[\w.-]+\.bin", name), f"file name {name!r}"
-            assert type(about["tokens"]) is int, f"tokens of {name}"
-            assert type(about["sha256"]) is str, f"sha256 of {name}"
-            files[name] = TokenFile(about["tokens"], about["sha256"])
-        for field, kind in (("tokenizer", str), ("vocab_size", int), ("bos", int), ("tokenizer_sha256", str)):
-            assert type(value[field]) is kind, f"{field!r}"
-        assert 0 <= value["bos"] < value["vocab_size"] <= LARGEST_VOCABULARY, "'bos' or 'vocab_size'"
-        return cls(path, value["tokenizer"], value["vocab_size"], value["bos"], files, value["tokenizer_sha256"])
+        if path.is_file():
+            raise UserError(f"{path} is a file, but a token folder is needed.")
+        return cls(path, read_json(described, TokenInfo, "Prepare or encode the folder again."))
 
     @classmethod
     def describe(cls, path: Path, *, tokenizer: str, vocab_size: int, bos: int) -> "TokenFolder":
         """Write `tokens.json` for the shards and the tokenizer.json that already lie in `path`."""
         files = {p.name: TokenFile(len(open_shard(p)), sha256_file(p)) for p in sorted(path.glob("*.bin"))}
-        folder = cls(path, tokenizer, vocab_size, bos, files, sha256_file(path / "tokenizer.json"))
+        folder = cls(path, TokenInfo(tokenizer, sha256_file(path / "tokenizer.json"), vocab_size, bos, files))
         folder.write()
         return folder
 
     def write(self) -> None:
         """Write the description into the folder."""
-        files = {n: {"tokens": f.tokens, "bytes": f.bytes, "sha256": f.sha256} for n, f in sorted(self.files.items())}
-        value = {
-            "format": FORMAT,
-            "tokenizer": self.tokenizer,
-            "tokenizer_sha256": self.tokenizer_sha256,
-            "vocab_size": self.vocab_size,
-            "bos": self.bos,
-            "files": files,
-        }
-        write_json(self.path / "tokens.json", value)
+        write_json(self.path / "tokens.json", dataclasses.asdict(self.info))
 
     def verify(self) -> None:
         """Check every file against its sha256; the error names the first wrong one."""

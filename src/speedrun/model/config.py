@@ -4,10 +4,12 @@ Layers count from 0. A field that names layers or pairs of layers is checked aga
 technique never falls silently out of a smaller model.
 """
 
-import math
 from dataclasses import dataclass
-from typing import Literal, get_args, get_type_hints
+from typing import Annotated, Literal
 
+from msgspec import Meta
+
+from speedrun.checks import AboveZero, Count, NotNegative, Positive, check_fields
 from speedrun.errors import UserError
 
 Pairs = tuple[tuple[int, int], ...]
@@ -15,19 +17,19 @@ Pairs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class GPTConfig:
-    vocab: int = 4096
+    vocab: Positive = 4096
     """Entries of the token table."""
-    layers: int = 3
+    layers: Positive = 3
     """Transformer blocks."""
-    width: int = 192
+    width: Positive = 192
     """Residual width."""
-    heads: int = 3
+    heads: Positive = 3
     """Attention heads; the width must divide by them, into an even head width."""
-    mlp_ratio: float = 4.0
+    mlp_ratio: AboveZero = 4.0
     """Hidden width of the MLP over the residual width."""
     activation: Literal["gelu", "relu2"] = "relu2"
     """gelu (exact), or the square of ReLU."""
-    norm_eps: float = 1e-6
+    norm_eps: NotNegative = 1e-6
     """Epsilon of every RMS norm."""
 
     # ------------------------------------------------------------------ attention
@@ -37,13 +39,13 @@ class GPTConfig:
     """RMS-normalise what goes into attention."""
     value_norm: bool = False
     """RMS-normalise the values per head."""
-    attention_scale: float = 0.0
+    attention_scale: NotNegative = 0.0
     """Factor of the scores before softmax; 0 is 1 / sqrt(head width)."""
     attention_residual: Literal["one", "depth"] = "one"
     """Factor of the attention branch in the residual sum: 1, or 1 / sqrt(2 * layers)."""
     rotary: Literal["full", "half"] = "full"
     """full: every channel pair turns; half: half of them stand still, the others turn from 1 to 1 / base per token."""
-    rotary_base: float = 10_000.0
+    rotary_base: Annotated[float, Meta(gt=1)] = 10_000.0
     """Slowest rotary wavelength over 2 pi."""
     yarn: bool = False
     """Stretch the rotary frequencies and sharpen the scores when the schedule widens the long window."""
@@ -69,15 +71,15 @@ class GPTConfig:
     """A tied head becomes a table of its own at the schedule's split step."""
     embed_norm: bool = False
     """RMS-normalise the embedding before the first block."""
-    embed_std: float = 0.05
+    embed_std: NotNegative = 0.05
     """Standard deviation of the initial token table; 0 means uniform within 1 / sqrt(width), torch's Linear."""
     second_embedding: bool = False
     """A second table, normalised, mixed into every layer's input by learned numbers (needs x0_lambdas)."""
-    value_tables: int = 0
+    value_tables: Count = 0
     """Token tables that are added to the values of some layers."""
     value_layers: Pairs = ()
     """(layer, table) pairs: which layer adds which value table."""
-    value_std: float = 0.0
+    value_std: NotNegative = 0.0
     """Standard deviation of the initial value tables."""
     value_gates: bool = False
     """Scale each head's value embedding by twice a sigmoid of the first channels."""
@@ -85,15 +87,15 @@ class GPTConfig:
     """Learned numbers mix values and value embeddings (from 0.5 each)."""
     softcap: Literal["none", "tanh", "sigmoid", "isru"] = "none"
     """Bound the logits z: c tanh(z / c); c sigmoid((z + shift) / temperature); c z / sqrt(z^2 + c^2)."""
-    softcap_limit: float = 15.0
+    softcap_limit: AboveZero = 15.0
     """The c of softcap."""
     softcap_shift: float = 0.0
     """The shift of softcap=sigmoid."""
-    softcap_temperature: float = 7.5
+    softcap_temperature: AboveZero = 7.5
     """The temperature of softcap=sigmoid."""
     fp8_head: bool = False
     """Multiply the head in 8-bit floats while training."""
-    fp8_scales: tuple[float, float, float] = (100 / 448, 1.6 / 448, 0.75 / 448)
+    fp8_scales: tuple[AboveZero, AboveZero, AboveZero] = (100 / 448, 1.6 / 448, 0.75 / 448)
     """What features, weights and gradients are divided by before they become 8-bit floats."""
 
     # ------------------------------------------------------------------ the residual stream
@@ -111,7 +113,7 @@ class GPTConfig:
     """The learned weight of a skip: a sigmoid that starts at 0.18, or a plain number that starts at 1."""
     skip_gates: bool = False
     """Scale each skip by twice a sigmoid of the first channels of the first embedding."""
-    backout: int = -1
+    backout: Annotated[int, Meta(ge=-1)] = -1
     """Layer whose output is taken back out at the end; -1 turns it off."""
     backout_form: Literal["subtract", "mix"] = "subtract"
     """subtract: x - 0.5 out; mix: 1 norm(x) + 0 norm(out), the numbers learned from there."""
@@ -121,37 +123,21 @@ class GPTConfig:
     # ------------------------------------------------------------------ initial values
     zero_init: bool = True
     """Start the output projections of attention and MLP, and an untied head, at zero."""
-    init_scale: float = 1.0
+    init_scale: NotNegative = 1.0
     """Other matrices start uniform within init_scale / sqrt(inputs)."""
-    mlp_init_scale: float = 0.0
+    mlp_init_scale: NotNegative = 0.0
     """The same for the MLP's first matrix; 0 takes init_scale."""
 
     def __post_init__(self) -> None:
-        for name in ("vocab", "layers", "width", "heads"):
-            if getattr(self, name) < 1:
-                raise UserError(f"model.{name} is {getattr(self, name)}; it must be at least 1.")
-        for name, hint in get_type_hints(type(self)).items():
-            allowed = get_args(hint)
-            if allowed and isinstance(allowed[0], str) and getattr(self, name) not in allowed:
-                raise UserError(f"model.{name} is {getattr(self, name)!r}; it must be one of: {', '.join(allowed)}.")
+        check_fields(self, "model.")
         if self.width % self.heads or (self.width // self.heads) % 2:
             good = [h for h in range(1, self.width // 2 + 1) if self.width % (2 * h) == 0]
             raise UserError(
                 f"model.width {self.width} does not split into {self.heads} heads of even width; "
                 f"model.heads may be one of {', '.join(map(str, good)) or 'none: choose an even width'}."
             )
-        if self.mlp_ratio <= 0 or int(self.mlp_ratio * self.width) < 1:
-            raise UserError(f"model.mlp_ratio is {self.mlp_ratio}; it must be above 0.")
-        for name in ("embed_std", "init_scale", "mlp_init_scale", "norm_eps", "value_std", "attention_scale"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise UserError(f"model.{name} is {getattr(self, name)}; it must be finite and not negative.")
-        if self.rotary_base <= 1:
-            raise UserError(f"model.rotary_base is {self.rotary_base}; it must be above 1.")
-        for name in ("softcap_limit", "softcap_temperature"):
-            if getattr(self, name) <= 0:
-                raise UserError(f"model.{name} is {getattr(self, name)}; it must be above 0.")
-        if len(self.fp8_scales) != 3 or any(s <= 0 for s in self.fp8_scales):
-            raise UserError(f"model.fp8_scales is {self.fp8_scales}; it must be three numbers above 0.")
+        if self.mlp_width < 1:
+            raise UserError(f"model.mlp_ratio is {self.mlp_ratio}; with model.width {self.width} the MLP has no width.")
         self._check_layers()
         self._check_company()
 

@@ -15,6 +15,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -169,6 +170,15 @@ def variants(recipe: Recipe, given: Ablate) -> dict[str, Recipe]:
 # -------------------------------------------------------------------- running
 
 
+@dataclass(frozen=True)
+class AblationPlan:
+    asked: Ablate
+    base: Recipe
+    files: dict[str, str]
+    variants: tuple[str, ...]
+    source: str
+
+
 def run(given: Ablate, console: Console) -> list["Line"]:
     """Do what the budget allows, and return the table's lines."""
     for name, least in (("seeds", 1), ("budget", 0), ("threads", 1), ("jobs", 1), ("first_seed", 0)):
@@ -180,18 +190,8 @@ def run(given: Ablate, console: Console) -> list["Line"]:
     recipe = fit_to_tokens(recipe, track.locate(), track)
     recipe = with_fields(recipe, {"validation.first": False, "validation.every": 10**6})
     entrants = variants(recipe, given)
-    kept = {
-        k: v for k, v in dataclasses.asdict(given).items() if k not in ("seeds", "budget", "out", "markdown", "plot")
-    }
-    plan = {
-        **kept,
-        "files": track.files,
-        "base": fields_of(recipe),
-        "variants": list(entrants),
-        "source": source_sha256(),
-    }
-    plan = json.loads(json.dumps({**plan, "data": str(given.data) if given.data else None}))
-    keep_to(given.out / PLAN, plan, "an ablation")
+    plan = AblationPlan(given, recipe, track.files, tuple(entrants), source_sha256())
+    keep_to(given.out / PLAN, plan, "an ablation", free=("seeds", "budget", "out", "markdown", "plot"))
     rows = Rows(given.out / ROWS)
     for number in range(given.seeds):
         seed = given.first_seed + number
@@ -255,15 +255,15 @@ def execute(given: Ablate, children: Children, name: str, recipe: Recipe, seed: 
         last = (done.stderr.strip().splitlines() or ["no message"])[-1].removeprefix("speedrun: ")
         raise UserError(f"The run without {name!r} ended without a result: {last}")
     result = read_result(folder)
-    ok = result["status"] == "ok"
+    ok = result.status == "ok"
     return {
         "variant": name,
         "seed": seed,
-        "status": "ok" if ok else f"failed: {result['reason']}",
-        "loss": result["val_loss"] if ok else None,
-        "seconds": result["train_time"],
-        "tokens": result["tokens"],
-        "steps": result["steps"],
+        "status": "ok" if ok else f"failed: {result.reason}",
+        "loss": result.val_loss if ok else None,
+        "seconds": result.train_time,
+        "tokens": result.tokens,
+        "steps": result.steps,
         "minutes": (time.monotonic() - began) / 60,
     }
 
@@ -287,7 +287,7 @@ class Line:
     """The same to an equal loss, by the exchange rate; above 0: the switch is worth the time it takes."""
 
 
-def lines_of(rows: list[Row], names: list[str]) -> list[Line]:
+def lines_of(rows: list[Row], names: Sequence[str]) -> list[Line]:
     """One line per switch, the most useful first, the harmful ones last; the shorter run leads."""
     by = {(row["variant"], row["seed"]): row for row in rows}
     good = {seed for name, seed in by if name == BASE and by[name, seed]["status"] == "ok"}

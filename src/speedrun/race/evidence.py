@@ -7,24 +7,26 @@ what follows from the recipe, the seed, the track or the wall clock. Each disagr
 
 import itertools
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from speedrun.errors import UserError
-from speedrun.files import sha256_file, write_json
+from speedrun.files import read_json, sha256_file, write_json
 from speedrun.race import plan as plans
 from speedrun.race.plan import PLAN, Entry, Plan
 from speedrun.race.statistics import ALPHA
 from speedrun.race.verdict import TEXT, VERDICT, Row, decided, judge, read_row, render
 from speedrun.tracks import TRACKS
-from speedrun.train.config import Recipe, differences, recipe_from_dict
+from speedrun.train.config import Recipe, differences
 from speedrun.train.run import obey
 from speedrun.train.runlog import (
     LOG,
     SOURCE,
+    Result,
+    RunInfo,
     read_metrics,
     read_result,
     read_run,
@@ -37,6 +39,7 @@ RUNS, INTERRUPTED, MANIFEST = "runs", "interrupted", "manifest.json"
 ARCHIVE = "source.zip"  # in a record: the program, once for all runs
 AFTERWARDS = 0.1  # seconds that may pass on the clock after the last measurement of a run
 ROUNDING = 2.0  # seconds: dates are written without fractions
+UNFINISHED = "Unless it was lost, the race has not ended: the command that began it goes on."
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,8 @@ class Run:
 
     entry: Entry
     path: Path
-    about: dict[str, Any]
-    result: dict[str, Any]
+    about: RunInfo
+    result: Result
     metrics: list[dict[str, Any]]
     log: list[str]
 
@@ -57,31 +60,11 @@ class Run:
             log = (path / LOG).read_text().splitlines()
         except (OSError, UnicodeDecodeError) as e:
             raise UserError(f"{path / LOG} cannot be read ({type(e).__name__}); restore it from a copy.") from e
-        run = cls(entry, path, read_run(path), read_result(path), read_metrics(path), log)
-        damage = run.damage()
-        if damage:
-            raise UserError(f"{path} is damaged: {damage}; restore it from a copy.")
-        return run
-
-    def damage(self) -> str | None:
-        """The first thing that later checks need and that is not there, or of another type."""
-        about = {"recipe": dict, "data": dict, "options": dict, "environment": dict, "devices": list, "command": list}
-        result = {"status": str, "train_time": float, "losses": dict, "tokens": int}
-        for file, value, kinds in (("run.json", self.about, about), ("result.json", self.result, result)):
-            for name, kind in kinds.items():
-                if not isinstance(value.get(name), kind):
-                    return f"{name!r} of {file} is missing or of another type"
-        if self.ok and not isinstance(self.result.get("val_loss"), float):
-            return "result.json has no loss"
-        try:
-            seconds_between(self.about["started"], self.result["finished"])
-        except (KeyError, TypeError, ValueError):
-            return "its start or end has no date"
-        return None
+        return cls(entry, path, read_run(path), read_result(path), read_metrics(path), log)
 
     @property
     def ok(self) -> bool:
-        return bool(self.result["status"] == "ok")
+        return self.result.status == "ok"
 
     def lines(self, kind: str) -> list[dict[str, Any]]:
         return [m for m in self.metrics if m["kind"] == kind]
@@ -89,11 +72,11 @@ class Run:
     @property
     def machine(self) -> dict[str, Any]:
         snapshot = next(iter(self.lines("telemetry")), {})
-        return plans.machine(self.about["environment"], self.about["devices"], snapshot)
+        return plans.machine(self.about.environment, list(self.about.devices), snapshot)
 
 
-def seconds_between(earlier: str, later: str) -> float:
-    return (datetime.fromisoformat(later) - datetime.fromisoformat(earlier)).total_seconds()
+def seconds_between(earlier: datetime, later: datetime) -> float:
+    return (later - earlier).total_seconds()
 
 
 # -------------------------------------------------------------------- one run
@@ -116,35 +99,35 @@ def examine_run(run: Run, plan: Plan, plan_sha256: str, source: Path) -> list[st
 
 
 def _belongs(run: Run, plan: Plan, plan_sha256: str, source: Path, recipe: Recipe) -> Iterator[str]:
-    about, options = run.about, run.about["options"]
-    if options.get("plan") != plan_sha256:
+    about, options = run.about, run.about.options
+    if options.plan != plan_sha256:
         yield f"it belongs to another plan: {PLAN} was edited after this run, or the run is not of this race"
-    if about["track"] != plan.track or about["target"] != plan.target:
-        yield f"it ran on track {about['track']!r} with target {about['target']}, not {plan.track!r} with {plan.target}"
-    if about["data"]["files"] != plan.files:
+    if about.track != plan.track or about.target != plan.target:
+        yield f"it ran on track {about.track!r} with target {about.target}, not {plan.track!r} with {plan.target}"
+    if about.data.files != plan.files:
         yield "it ran on other data: the hashes of its token files are not those of the plan"
-    changed = differences(recipe, recipe_from_dict(about["recipe"]))
+    changed = differences(recipe, about.recipe)
     if changed:
         yield f"it trained another recipe than planned ({'; '.join(changed[:3])})"
-    if about["seed"] != run.entry.seed or options["seed"] != run.entry.seed:
-        yield f"its seed is {about['seed']}, planned was {run.entry.seed}"
-    asked = _option(about["command"], "--seed")
+    if about.seed != run.entry.seed or options.seed != run.entry.seed:
+        yield f"its seed is {about.seed}, planned was {run.entry.seed}"
+    asked = _option(about.command, "--seed")
     if asked != str(run.entry.seed):
         yield f"its command says --seed {asked}, planned was {run.entry.seed}"
-    wanted = {"splits": list(plan.splits), "val_tokens": plan.val_tokens, "checkpoint_every": 0}
+    wanted = {"splits": plan.splits, "val_tokens": plan.val_tokens, "checkpoint_every": 0}
     wanted |= {"final_checkpoint": False, "compile": plan.settings["compile"]}
     for name, value in wanted.items():
-        if options.get(name) != value:
-            yield f"its option {name} is {options.get(name)!r}, a run of this race has {value!r}"
-    if about["interruptions"] or run.result["resumed"]:
+        if getattr(options, name) != value:
+            yield f"its option {name} is {getattr(options, name)!r}, a run of this race has {value!r}"
+    if about.interruptions or run.result.resumed:
         yield "it was interrupted and resumed, so its time does not count"
-    if about["source_sha256"] != plan.source_sha256:
+    if about.source_sha256 != plan.source_sha256:
         yield "it ran other code than planned: the hash of its source differs"
     try:
         there = source_sha256(source) if source.exists() else None
     except (zipfile.BadZipFile, OSError):
         there = None
-    if there != about["source_sha256"]:
+    if there != about.source_sha256:
         yield "its copy of the source is missing or was changed: the hash in run.json is another"
     here = run.machine
     unseen = set() if run.lines("telemetry") else {"cpu", "cores", "memory_gib"}  # it failed before it looked around
@@ -154,7 +137,7 @@ def _belongs(run: Run, plan: Plan, plan_sha256: str, source: Path, recipe: Recip
         yield f"it ran on another machine or installation: {name} is {here.get(name)!r}, not {plan.machine[name]!r}"
 
 
-def _option(command: list[str], name: str) -> str | None:
+def _option(command: Sequence[str], name: str) -> str | None:
     return next((after for word, after in itertools.pairwise(command) if word == name), None)
 
 
@@ -208,36 +191,36 @@ def _logged(run: Run, recipe: Recipe) -> Iterator[str]:
 def _ended(run: Run, plan: Plan, recipe: Recipe) -> Iterator[str]:
     """result.json against what was measured on the way."""
     result, train, val = run.result, run.lines("train"), run.lines("val")
-    if result["steps"] != recipe.schedule.total:
-        yield f"result.json has {result['steps']} steps, the recipe {recipe.schedule.total}"
+    if result.steps != recipe.schedule.total:
+        yield f"result.json has {result.steps} steps, the recipe {recipe.schedule.total}"
     tokens = sum(recipe.schedule.at(step).tokens for step in range(len(train)))
-    if result["tokens"] != tokens:
-        yield f"result.json has {result['tokens']} tokens, the recipe's steps have {tokens}"
-    speed = result["tokens"] / result["train_time"] if result["train_time"] else 0.0
-    if not plans.agree(float(result["tokens_per_second"]), speed):
+    if result.tokens != tokens:
+        yield f"result.json has {result.tokens} tokens, the recipe's steps have {tokens}"
+    speed = result.tokens / result.train_time if result.train_time else 0.0
+    if not plans.agree(float(result.tokens_per_second), speed):
         yield "tokens, seconds and tokens per second of result.json do not fit together"
     if not run.ok:
-        if result["timed"] or result["status"] != "failed" or not result["reason"]:
+        if result.timed or result.status != "failed" or not result.reason:
             yield "result.json of a run that did not end well is damaged"
         return
-    if not result["timed"]:
+    if not result.timed:
         yield "result.json says that its time does not count"
     last = val[-1]
-    if result["losses"] != last["losses"] or result["val_loss"] != last["loss"]:
-        yield f"result.json has the loss {result['val_loss']}, the last validation in metrics.jsonl {last['loss']}"
+    if result.losses != last["losses"] or result.val_loss != last["loss"]:
+        yield f"result.json has the loss {result.val_loss}, the last validation in metrics.jsonl {last['loss']}"
     if list(last["losses"]) != list(plan.splits):
         yield f"the last validation has the splits {', '.join(last['losses'])}, planned were {', '.join(plan.splits)}"
-    if not 0 <= result["train_time"] - last["time"] <= AFTERWARDS:
-        yield f"result.json has {result['train_time']:.3f} s, the clock at the last step was {last['time']:.3f} s"
+    if not 0 <= result.train_time - last["time"] <= AFTERWARDS:
+        yield f"result.json has {result.train_time:.3f} s, the clock at the last step was {last['time']:.3f} s"
 
 
 def _clocks(run: Run) -> Iterator[str]:
     """The clock of a run stands still at times, but the clock on the wall does not."""
-    lasted = seconds_between(run.about["started"], run.result["finished"])
-    if lasted + ROUNDING < run.result["train_time"]:
-        yield f"it claims {run.result['train_time']:.1f} s on its clock, but was over {lasted:.0f} s after its start"
-    taken = [m["taken"] for m in run.lines("telemetry")]
-    stamps = [run.about["started"], *taken, run.result["finished"]]
+    lasted = seconds_between(run.about.started, run.result.finished)
+    if lasted + ROUNDING < run.result.train_time:
+        yield f"it claims {run.result.train_time:.1f} s on its clock, but was over {lasted:.0f} s after its start"
+    taken = [datetime.fromisoformat(m["taken"]) for m in run.lines("telemetry")]
+    stamps = [run.about.started, *taken, run.result.finished]
     if any(seconds_between(a, b) < 0 for a, b in itertools.pairwise(stamps)):
         yield "its dates are not in order: start, telemetry and end"
     for (a, since), (b, until) in itertools.pairwise(zip(taken, run.lines("val"), strict=True)):
@@ -264,8 +247,8 @@ def examine(folder: Path) -> Finding:
     """Recompute everything in the folder of a race from its run folders."""
     plan = Plan.read(folder)
     plan_sha256 = sha256_file(folder / PLAN)
-    problems, notes = [*_rules(plan), *_manifest(folder)], _unknowable(plan)
-    stored = plans.read_object(folder / VERDICT, "The race has not ended; the command that began it goes on.")
+    problems, notes = [*_rules(folder, plan), *_manifest(folder)], _unknowable(plan)
+    stored = read_json(folder / VERDICT, dict, UNFINISHED)
     there = (
         {p.name for p in (folder / RUNS).iterdir() if not p.name.startswith(".")} if (folder / RUNS).is_dir() else set()
     )
@@ -301,9 +284,9 @@ def examine(folder: Path) -> Finding:
     return Finding(plan, rows, verdict, problems, notes)
 
 
-def _rules(plan: Plan) -> Iterator[str]:
+def _rules(folder: Path, plan: Plan) -> Iterator[str]:
     """The plan against itself, and against the track as this version of the program knows it."""
-    if plan.drawn and plan.seeds != plans.drawn_seeds(plan):
+    if plan.drawn and plan.seeds != plans.drawn_seeds(plans.stored(folder), len(plan.seeds)):
         yield "the seeds do not follow from the plan, as it says: something in it was edited"
     if plan.track not in TRACKS:
         return
@@ -327,13 +310,13 @@ def _rules(plan: Plan) -> Iterator[str]:
 
 def _in_order(plan: Plan, runs: list[Run]) -> Iterator[str]:
     """ABBA means nothing if the runs were made in another order, or at the same time."""
-    stamps = [("the plan", plan.created)]
+    stamps = [("the plan", datetime.fromisoformat(plan.created))]
     for run in runs:
         before, finished = stamps[-1]
-        if seconds_between(finished, run.about["started"]) < 0:
-            yield f"{run.entry.name} started at {run.about['started']}, before {before} was done ({finished})"
+        if seconds_between(finished, run.about.started) < 0:
+            yield f"{run.entry.name} started at {run.about.started}, before {before} was done ({finished})"
             return
-        stamps.append((run.entry.name, run.result["finished"]))
+        stamps.append((run.entry.name, run.result.finished))
 
 
 def _alike(runs: list[Run]) -> Iterator[str]:
@@ -341,10 +324,10 @@ def _alike(runs: list[Run]) -> Iterator[str]:
     for run in runs[1:]:
         first = runs[0]
         for name in ("git", "threads", "ranks"):
-            if run.about.get(name) != first.about.get(name):
+            if getattr(run.about, name) != getattr(first.about, name):
                 yield f"{run.entry.name} and {first.entry.name} were made with different {name}"
         for name in ("packages", "variables", "threads"):
-            if run.about["environment"].get(name) != first.about["environment"].get(name):
+            if run.about.environment.get(name) != first.about.environment.get(name):
                 yield f"{run.entry.name} and {first.entry.name} were made with different {name} in their environment"
 
 
@@ -369,7 +352,7 @@ def _attempts(folder: Path, runs: list[Run]) -> Iterator[str]:
     for run in runs:
         for path in sorted((folder / INTERRUPTED).glob(f"{run.entry.name}-*")):
             earlier = [m["loss"] for m in read_metrics(path, "train")]
-            if run.about["devices"] == ["cpu"] and earlier != _losses(run)[: len(earlier)]:
+            if run.about.devices == ("cpu",) and earlier != _losses(run)[: len(earlier)]:
                 yield f"{run.entry.name} has other losses than its interrupted attempt {path.name}"
 
 
@@ -382,6 +365,8 @@ def _verdicts(
     verdict: dict[str, Any],
     stored: dict[str, Any],
 ) -> Iterator[str]:
+    if plan.source_sha256 != source_sha256():  # another version of the program knew fewer fields
+        verdict = {name: value for name, value in verdict.items() if name in stored}
     odd = sorted(name for name in {*verdict, *stored} if not plans.agree(verdict.get(name), stored.get(name)))
     if odd:
         yield f"{VERDICT} does not follow from the runs: {', '.join(odd)}"
@@ -429,8 +414,14 @@ def manifest_of(folder: Path) -> dict[str, str]:
     }
 
 
+@dataclass(frozen=True)
+class Manifest:
+    files: dict[str, str]
+    """sha256 by path."""
+
+
 def _manifest(folder: Path) -> Iterator[str]:
-    stored = plans.read_object(folder / MANIFEST, "The race has not ended; the command that began it goes on.")
+    stored = read_json(folder / MANIFEST, Manifest, UNFINISHED).files
     found = manifest_of(folder)
     for name in sorted({*stored, *found}):
         if name not in found:
@@ -442,4 +433,4 @@ def _manifest(folder: Path) -> Iterator[str]:
 
 
 def write_manifest(folder: Path) -> None:
-    write_json(folder / MANIFEST, manifest_of(folder))
+    write_json(folder / MANIFEST, {"files": manifest_of(folder)})

@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from speedrun.errors import UserError
-from speedrun.files import write_json
+from speedrun.files import FORMAT, decode_json, from_json, read_bytes, write_json
 from speedrun.race import statistics
 from speedrun.train import telemetry
-from speedrun.train.config import Recipe, as_tuple, fields_of, recipe_from_dict, to_dict
+from speedrun.train.config import Recipe, fields_of
 from speedrun.train.runlog import describe_devices, describe_environment, plain
 
 PLAN = "plan.json"
-FORMAT = 1
 BLOCK = "ABBA"
 KINDS = ("full", "systems")
+RESTORE = "Restore it from a copy, or use the version of speedrun that wrote it."
 SEEDS = 10**9  # seeds of a race are drawn below this
 
 
@@ -101,13 +101,7 @@ class Plan:
         return statistics.levels(self.alpha, runs)[number], statistics.levels(self.alpha, self.looks)[number]
 
     def to_json(self) -> dict[str, Any]:
-        value: dict[str, Any] = {"format": FORMAT}
-        for name in (
-            "created", "kind", "track", "target", "val_tokens", "files", "data", "labels", "recipes", "seeds", "drawn",
-            "alpha", "looks", "splits", "settings", "machine", "source_sha256",
-        ):  # fmt: skip
-            value[name] = getattr(self, name)
-        value["recipes"] = {side: to_dict(recipe) for side, recipe in self.recipes.items()}
+        value: dict[str, Any] = {"format": FORMAT, **plain(self)}
         value["runs"] = [{"name": e.name, "seed": e.seed} for e in self.entries]
         value["levels"] = [dict(zip(("loss", "time"), self.levels(look), strict=True)) for look in self.looks]
         return dict(json.loads(json.dumps(plain(value))))
@@ -117,33 +111,35 @@ class Plan:
 
     @classmethod
     def read(cls, folder: Path) -> "Plan":
-        return cls.from_json(read_object(folder / PLAN, "Restore it from a copy."), folder / PLAN)
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any], where: Path) -> "Plan":
         """What it says must also follow from itself: the order of the runs from the seeds, the levels from alpha."""
-        if value.get("format") != FORMAT:
-            raise UserError(f"{where} has format {value.get('format')!r}, but only {FORMAT} is understood.")
-        stored = {name: as_tuple(item) for name, item in value.items() if name not in ("format", "runs", "levels")}
+        where, value = folder / PLAN, stored(folder)
+        derived = {name: value.pop(name, None) for name in ("runs", "levels")}
+        plan = from_json(value, cls, str(where), RESTORE)
         try:
-            stored["recipes"] = {side: recipe_from_dict(value["recipes"][side]) for side in sorted(value["recipes"])}
-            plan = cls(**stored)
             check(plan)
             again = plan.to_json()
-        except (TypeError, KeyError, AttributeError, ValueError) as e:
-            raise UserError(f"{where} is damaged or was edited ({e}). Restore it from a copy.") from e
-        odd = sorted(name for name in {*again, *value} if not agree(again.get(name), value.get(name)))
+        except ValueError as e:
+            raise UserError(f"{where} is damaged or was edited ({e}). {RESTORE}") from e
+        odd = [name for name in derived if not agree(again[name], derived[name])]
         if odd:
-            raise UserError(f"{where} was edited: its {', '.join(odd)} cannot follow from the rest of it.")
+            raise UserError(f"{where} was edited: its {', '.join(odd)} cannot follow from the rest of it. {RESTORE}")
         return plan
+
+
+def stored(folder: Path) -> dict[str, Any]:
+    """plan.json as it stands in the file, whichever version of the program wrote it."""
+    return decode_json(read_bytes(folder / PLAN, RESTORE), str(folder / PLAN), RESTORE)
 
 
 def check(plan: Plan) -> None:
     """Refuse a plan that cannot lead to a verdict."""
     runs, paired = len(plan.seeds), plan.paired
     least = statistics.FEWEST * (2 if paired else 1)
+    datetime.fromisoformat(plan.created)
     if plan.kind not in KINDS:
         raise UserError(f"The kind of race is {plan.kind!r}; choose {' or '.join(KINDS)}.")
+    if sorted(plan.recipes) not in (["A"], ["A", "B"]) or not {*plan.recipes} <= {*plan.labels}:
+        raise UserError(f"The sides {', '.join(plan.recipes)} do not do: a race has A, or A and B, each with a label.")
     if plan.kind == "systems" and not paired:
         raise UserError("A systems race compares two sides; name the other one with --against.")
     if runs < least:
@@ -175,27 +171,11 @@ def agree(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-def read_object(path: Path, way_out: str) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing. {way_out}") from None
-    except NotADirectoryError:
-        raise UserError(f"{path.parent} is a file, not the folder of a race.") from None
-    except OSError as e:
-        raise UserError(f"{path} cannot be read: {e.strerror}.") from e
-    except (ValueError, RecursionError) as e:
-        raise UserError(f"{path} is damaged: it is not readable JSON. {way_out}") from e
-    if not isinstance(value, dict):
-        raise UserError(f"{path} is damaged: it is no JSON object. {way_out}")
-    return value
-
-
-def drawn_seeds(plan: Plan) -> tuple[int, ...]:
-    """Seeds that nobody picked: they follow from everything else in the plan, the time of day included."""
-    value = {k: v for k, v in plan.to_json().items() if k not in ("seeds", "runs")}
+def drawn_seeds(plan: dict[str, Any], runs: int) -> tuple[int, ...]:
+    """Seeds that nobody picked: they follow from everything else in the plan's JSON, the time of day included."""
+    value = {k: v for k, v in plan.items() if k not in ("seeds", "runs")}
     first = int(hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest(), 16) % SEEDS
-    return tuple(range(first, first + len(plan.seeds)))
+    return tuple(range(first, first + runs))
 
 
 # -------------------------------------------------------------------- what is the same in all runs of a race

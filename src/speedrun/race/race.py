@@ -174,7 +174,7 @@ def of_sides(given: Race, sides: dict[str, tuple[str, Recipe]], track: Track, cr
         source_sha256=source_sha256(),
     )
     plans.check(plan)
-    return dataclasses.replace(plan, seeds=plans.drawn_seeds(plan)) if plan.drawn else plan
+    return dataclasses.replace(plan, seeds=plans.drawn_seeds(plan.to_json(), given.runs)) if plan.drawn else plan
 
 
 SAYS = {
@@ -234,7 +234,7 @@ class Course:
         if problems:
             raise UserError(f"The race in {self.folder} cannot go on: {problems[0]}. Begin another with --out.")
         row = read_row(path, entry)
-        tick(entry, run.result["steps"])
+        tick(entry, run.result.steps)
         told = f"loss {row['loss']:.4f} in {row['time']:.2f} s" if run.ok else f"failed: {row['reason']}"
         number = f"[{entry.number}/{len(self.entries)}]"
         self.say(
@@ -335,7 +335,7 @@ class Bar:
 
 def finished(path: Path) -> bool:
     """Whether a run came to an end by itself, well or badly."""
-    return (path / RESULT).exists() and read_result(path).get("status") in ("ok", "failed")
+    return (path / RESULT).exists() and read_result(path).status in ("ok", "failed")
 
 
 # -------------------------------------------------------------------- the command

@@ -8,26 +8,53 @@ the predecessor's official time plus what was saved, measured on one machine: ow
 mean. The leaderboard sorts by the official one, so times of different machines never mix.
 """
 
+import dataclasses
+import datetime
 import html
 import json
 import re
 import shutil
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from speedrun.errors import UserError
-from speedrun.files import new_folder, write_atomic, write_json
+from speedrun.files import new_folder, read_json, write_atomic, write_json
 from speedrun.race import statistics
 from speedrun.race.evidence import ARCHIVE, INTERRUPTED, RUNS, Finding, examine, write_manifest
-from speedrun.race.plan import PLAN, Plan, agree, read_object
+from speedrun.race.plan import PLAN, Plan, agree
 from speedrun.race.verdict import TEXT, VERDICT
-from speedrun.train.config import differences, to_dict
-from speedrun.train.runlog import RUN, SOURCE, modules, source_sha256
+from speedrun.train.config import Recipe, differences, to_dict
+from speedrun.train.runlog import RUN, SOURCE, modules, plain, source_sha256
 
 RECORD, README, RECIPE = "record.json", "README.md", "recipe.json"
-FORMAT = 1
-Record = dict[str, Any]
+WAY_OUT = "Restore it from a copy, or use the version of speedrun that wrote it."
+
+
+@dataclass(frozen=True)
+class Record:
+    """record.json: what the leaderboard needs."""
+
+    name: str
+    track: str
+    kind: str
+    date: datetime.date
+    label: str
+    runs: int
+    loss: float
+    p: float
+    shadow: float | None
+    measured: float
+    """Mean seconds of the runs."""
+    official: float
+    """Seconds for the leaderboard."""
+    against: str | None
+    """What it was raced against."""
+    retimed: float | None
+    """Mean seconds of that, in the same race."""
+    predecessor: str | None
+    machine: str
 
 
 def check_name(name: str) -> None:
@@ -42,18 +69,13 @@ def check_name(name: str) -> None:
 
 
 def read_record(folder: Path) -> Record:
-    record = read_object(folder / RECORD, "Restore it from a copy.")
-    kinds = {"name": str, "track": str, "date": str, "label": str, "official": float, "measured": float}
-    bad = [name for name, kind in kinds.items() if not isinstance(record.get(name), kind)]
-    if record.get("format") != FORMAT or bad:
-        raise UserError(f"{folder / RECORD} is damaged: {(bad or ['format'])[0]!r} is wrong. Restore it from a copy.")
-    return record
+    return read_json(folder / RECORD, Record, WAY_OUT)
 
 
 def board(root: Path, track: str) -> list[Record]:
     """The records of a track, the fastest first."""
     found = [read_record(file.parent) for file in sorted((root / track).glob(f"*/{RECORD}"))]
-    return sorted(found, key=lambda record: (record["official"], record["date"]))
+    return sorted(found, key=lambda record: (record.official, record.date))
 
 
 def tracks(root: Path) -> list[str]:
@@ -82,7 +104,7 @@ def submit(race: Path, name: str, root: Path) -> Path:
         for file in made.glob(f"*/*/{RUN}"):
             write_json(file, anonymous(json.loads(file.read_text())))
         write_json(made / RECIPE, to_dict(plan.recipes["A"]))
-        write_json(made / RECORD, record)
+        write_json(made / RECORD, plain(record))
         write_atomic(made / README, readme(record, plan, verdict))
         write_manifest(made)
     return folder
@@ -109,17 +131,17 @@ def best_before(root: Path, plan: Plan) -> Record | None:
     if not standing:
         return None
     best = standing[0]
-    theirs = Plan.read(root / plan.track / best["name"])
+    theirs = Plan.read(root / plan.track / best.name)
     if (theirs.target, theirs.files) != (plan.target, plan.files):
         raise UserError(
             f"{root / plan.track} holds records with another target or data; name another --records folder."
         )
     if not plan.paired:
-        raise UserError(f"The record to beat is {best['name']!r}; race against its recipe with --against.")
+        raise UserError(f"The record to beat is {best.name!r}; race against its recipe with --against.")
     changed = differences(theirs.recipes["A"], plan.recipes["B"])
     if changed:
         raise UserError(
-            f"The record to beat is {best['name']!r} ({best['label']}), but side B of the race differs from its recipe "
+            f"The record to beat is {best.name!r} ({best.label}), but side B of the race differs from its recipe "
             f"({'; '.join(changed[:3])}); race against that."
         )
     return best
@@ -136,25 +158,24 @@ def describe(name: str, plan: Plan, verdict: dict[str, Any], predecessor: Record
     measured = a["time"]["mean"]
     official = measured
     if predecessor is not None:
-        official = predecessor["official"] + a["time"]["mean"] - b["time"]["mean"]
-    return {
-        "format": FORMAT,
-        "name": name,
-        "track": plan.track,
-        "kind": plan.kind,
-        "date": plan.created[:10],
-        "label": a["label"],
-        "runs": a["runs"],
-        "loss": a["loss"]["mean"],
-        "p": a["p"],
-        "shadow": a["shadow"]["mean"] if a["shadow"] else None,
-        "measured": float(measured),
-        "official": float(official),
-        "against": b["label"] if b else None,
-        "retimed": float(b["time"]["mean"]) if b else None,
-        "predecessor": predecessor["name"] if predecessor else None,
-        "machine": f"{plan.machine['cpu']}, {plan.machine['cores']} cores, {', '.join(plan.machine['devices'])}",
-    }
+        official = predecessor.official + a["time"]["mean"] - b["time"]["mean"]
+    return Record(
+        name=name,
+        track=plan.track,
+        kind=plan.kind,
+        date=datetime.date.fromisoformat(plan.created[:10]),
+        label=a["label"],
+        runs=a["runs"],
+        loss=a["loss"]["mean"],
+        p=a["p"],
+        shadow=a["shadow"]["mean"] if a["shadow"] else None,
+        measured=float(measured),
+        official=float(official),
+        against=b["label"] if b else None,
+        retimed=float(b["time"]["mean"]) if b else None,
+        predecessor=predecessor.name if predecessor else None,
+        machine=f"{plan.machine['cpu']}, {plan.machine['cores']} cores, {', '.join(plan.machine['devices'])}",
+    )
 
 
 def anonymous(value: Any) -> Any:
@@ -170,20 +191,20 @@ def readme(record: Record, plan: Plan, verdict: dict[str, Any]) -> str:
     """In the manner of the records that this grew out of: what changed, timing and validation, the predecessor."""
     sides, shown = verdict["sides"], statistics.shown
     runs = {side: [r for r in verdict["runs"] if r["side"] == side] for side in sides}
-    losses = [round(r["loss"], 6) for r in runs["A"]]
+    losses = [round(r.loss, 6) for r in runs["A"]]
     times = [round(r["time"], 3) for r in runs["A"]]
     lines = [
-        f"# {html.escape(record['name'])}: {record['official']:.1f} s on the {plan.track} track",
+        f"# {html.escape(record.name)}: {record.official:.1f} s on the {plan.track} track",
         "",
-        f"{html.escape(record['label'])}, {record['date']}. {html.escape(verdict['why'])}.",
+        f"{html.escape(record.label)}, {record.date}. {html.escape(verdict['why'])}.",
         "",
         "## What changed",
         "",
     ]
-    if plan.paired:
+    if record.retimed is not None:
         changed = [c for c in differences(plan.recipes["B"], plan.recipes["A"]) if not c.startswith("name:")]
-        saved = record["measured"] - record["retimed"]
-        lines += [f"Against `{record['against']}` ({saved:+.2f} s on the same machine):", ""]
+        saved = record.measured - record.retimed
+        lines += [f"Against `{record.against}` ({saved:+.2f} s on the same machine):", ""]
         lines += [f"- `{change}`" for change in changed] or ["- nothing in the recipe"]
     else:
         lines.append("The first of its kind: it was measured against the target alone.")
@@ -215,17 +236,17 @@ def readme(record: Record, plan: Plan, verdict: dict[str, Any]) -> str:
         theirs = [round(r["time"], 3) for r in runs["B"]]
         time = verdict["time"]
         lines += [
-            f"`{record['against']}`, run in turns with it (ABBA): mean {record['retimed']:.3f} s, {theirs}.",
+            f"`{record.against}`, run in turns with it (ABBA): mean {record.retimed:.3f} s, {theirs}.",
             f"Ratio {time['ratio']:.4f} ({float(time['low']):.4f} to {float(time['high']):.4f}), "
             f"{time['blocks']} blocks, p={time['p_faster']:.4f}.",
             "",
         ]
-    if record["shadow"] is not None:
-        lines += [f"On the shadow split, which no tuning looks at: mean loss {record['shadow']:.4f}.", ""]
-    before = f"that of `{record['predecessor']}` plus the difference of the two means above"
+    if record.shadow is not None:
+        lines += [f"On the shadow split, which no tuning looks at: mean loss {record.shadow:.4f}.", ""]
+    before = f"that of `{record.predecessor}` plus the difference of the two means above"
     lines += [
-        f"Measured time {record['measured']:.3f} s on {record['machine']}. Official time {record['official']:.3f} s: "
-        + (before if record["predecessor"] else "the measured one, since it is the first record")
+        f"Measured time {record.measured:.3f} s on {record.machine}. Official time {record.official:.3f} s: "
+        + (before if record.predecessor else "the measured one, since it is the first record")
         + ".",
         "",
         "## Files",
@@ -249,27 +270,28 @@ def problems(folder: Path, found: Finding) -> list[str]:
         return ["the race of this record has no verdict"]
     record = read_record(folder)
     before = None
-    if record.get("predecessor") is not None:
-        path = folder.resolve().parent / Path(str(record["predecessor"])).name
+    if record.predecessor is not None:
+        path = folder.resolve().parent / Path(record.predecessor).name
         if not (path / RECORD).exists():
             found.notes.append(f"whether the official time is right: the predecessor {path.name} is not beside it")
-            claimed = record["official"] - record["measured"] + (record["retimed"] or 0.0)
-            before = {"name": path.name, "official": claimed}
+            claimed = record.official - record.measured + (record.retimed or 0.0)
+            before = dataclasses.replace(record, name=path.name, official=claimed)
         else:
             before = read_record(path)
             if differences(Plan.read(path).recipes["A"], found.plan.recipes["B"]):
                 return [f"side B of the race is not the recipe of the predecessor {path.name}"]
     try:
-        expected = describe(record["name"], found.plan, found.verdict, before)
+        expected = describe(record.name, found.plan, found.verdict, before)
     except UserError as e:
         return [str(e)]
-    odd = sorted(key for key in {*expected, *record} if not agree(expected.get(key), record.get(key)))
+    mine, theirs = plain(expected), plain(record)
+    odd = [name for name in mine if not agree(mine[name], theirs[name])]
     wrong = [f"{RECORD} does not follow from the race: {', '.join(odd)}"] if odd else []
     if found.plan.source_sha256 != source_sha256():
         found.notes.append(f"whether {README} says what the race says: another version of the program wrote it")
     elif not odd and (folder / README).read_text() != readme(record, found.plan, found.verdict):
         wrong.append(f"{README} does not say what the race says")
-    if read_object(folder / RECIPE, "Restore it.") != json.loads(json.dumps(to_dict(found.plan.recipes["A"]))):
+    if read_json(folder / RECIPE, Recipe, WAY_OUT) != found.plan.recipes["A"]:
         wrong.append(f"{RECIPE} is not the recipe of the plan")
     return wrong
 
@@ -281,10 +303,10 @@ def table(records: list[Record]) -> list[tuple[str, ...]]:
     """Rows for a person: the fastest first."""
     rows: list[tuple[str, ...]] = [("official", "measured", "loss", "p", "shadow", "runs", "date", "record", "recipe")]
     for r in records:
-        shadow = "-" if r.get("shadow") is None else f"{r['shadow']:.4f}"
-        proof = "bit-equal" if r["kind"] == "systems" else f"{r['p']:.4f}"
-        times = f"{r['official']:.1f} s", f"{r['measured']:.1f} s"
-        rows.append((*times, f"{r['loss']:.4f}", proof, shadow, str(r["runs"]), r["date"], r["name"], r["label"]))
+        shadow = "-" if r.shadow is None else f"{r.shadow:.4f}"
+        proof = "bit-equal" if r.kind == "systems" else f"{r.p:.4f}"
+        times = f"{r.official:.1f} s", f"{r.measured:.1f} s"
+        rows.append((*times, f"{r.loss:.4f}", proof, shadow, str(r.runs), r.date.isoformat(), r.name, r.label))
     return rows
 
 

@@ -17,8 +17,9 @@ from speedrun.errors import UserError
 from speedrun.race.evidence import Run
 from speedrun.race.plan import Plan, this_machine
 from speedrun.tracks import get_track, own_track
+from speedrun.train.config import Options
 from speedrun.train.device import choose
-from speedrun.train.loop import Options, Trainer
+from speedrun.train.loop import Trainer
 from speedrun.train.progress import Report
 from speedrun.train.run import hashes
 from speedrun.train.runlog import RunFolder, source_sha256
@@ -46,7 +47,7 @@ def replay(run: Run, plan: Plan, steps: int, data: Path | None) -> Replay:
     total = recipe.schedule.total
     if not 1 <= steps <= total:
         raise UserError(f"--steps is {steps}; the run has {total}, so choose 1 to {total}.")
-    threads = run.about["threads"]
+    threads = run.about.threads
     machine = choose(settings["device"], settings["dtype"], threads, settings["attention"], recipe.model.head_width)
     options = Options(run.entry.seed, settings["compile"], final_checkpoint=False, val_tokens=plan.val_tokens)
     with tempfile.TemporaryDirectory() as temporary:
@@ -61,7 +62,7 @@ def replay(run: Run, plan: Plan, steps: int, data: Path | None) -> Replay:
             told = [m["loss"] for m in run.lines("train")[:steps]]
             if steps == total:
                 again += [(f"the final {split} loss", trainer.validate(split, total)) for split in plan.splits]
-                told += [run.result["losses"][split] for split in plan.splits]
+                told += [run.result.losses[split] for split in plan.splits]
         finally:
             torch.compiler.set_stance("default")
     here, there = this_machine(), plan.machine

@@ -9,7 +9,6 @@ the same command continues where it was stopped. Only the validation split is ev
 """
 
 import contextlib
-import dataclasses
 import hashlib
 import itertools
 import json
@@ -29,14 +28,15 @@ from rich.console import Console
 from rich.table import Table
 
 from speedrun.errors import UserError, nearest
-from speedrun.files import explained, write_atomic, write_json
+from speedrun.files import decode_json, explained, read_bytes, read_json, write_atomic, write_json
 from speedrun.race.children import Children
 from speedrun.recipes import DEFAULT, get_recipe
 from speedrun.tracks import get_track, own_track
 from speedrun.train.config import Recipe, fields_of, with_fields
-from speedrun.train.runlog import read_metrics, read_result
+from speedrun.train.runlog import plain, read_metrics, read_result
 
 CALIBRATION_STEPS = 24
+PLAN = "sweep.json"
 Fields = dict[str, Any]
 
 
@@ -232,10 +232,10 @@ class Bench:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
             return row | {"status": f"no result: {last.removeprefix('speedrun: ')}", "loss": None}
         result = read_result(folder)
-        ok = result["status"] == "ok"
-        status = "ok" if ok else f"{result['status']}: {result['reason']}"
-        row |= {"status": status, "loss": float(result["val_loss"]) if ok else None}
-        row |= {"train_time": result["train_time"], "tokens": result["tokens"]}
+        ok = result.status == "ok"
+        status = "ok" if ok else f"{result.status}: {result.reason}"
+        row |= {"status": status, "loss": result.val_loss}
+        row |= {"train_time": result.train_time, "tokens": result.tokens}
         times = [m["time"] for m in read_metrics(folder, "train")]
         if ok and len(times) > 1:
             row["step_seconds"] = statistics.median(b - a for a, b in itertools.pairwise(times))
@@ -260,9 +260,9 @@ class Bench:
 def read_rows(file: Path) -> list[dict[str, Any]]:
     """The whole rows of a rows.jsonl; one that a kill has torn does not count."""
     rows = []
-    for line in file.read_text().splitlines() if file.exists() else ():
-        with contextlib.suppress(ValueError):
-            rows.append(json.loads(line))
+    for line in read_bytes(file, "Restore it, or choose another --out.").splitlines() if file.exists() else ():
+        with contextlib.suppress(UserError):
+            rows.append(decode_json(line, str(file), ""))
     return rows
 
 
@@ -333,9 +333,8 @@ def run(given: Sweep, console: Console) -> int:
         raise UserError(f"--clock {given.clock:g} decides the steps; drop schedule.steps, or --clock.")
     track = own_track(given.data, None) if given.data else get_track(given.track)
     track.locate()
-    plan = {k: v for k, v in dataclasses.asdict(given).items() if k not in ("budget", "out")}
-    plan = json.loads(json.dumps({**plan, "data": track.files if given.data else None, "base": fields_of(base)}))
-    keep_to(given.out / "sweep.json", plan, "a sweep")
+    plan = SweepPlan(given, base, track.files if given.data else {})
+    keep_to(given.out / PLAN, plan, "a sweep", free=("budget", "out", "data"))  # tokens are compared by their hashes
     bench = Bench(given, base, fixed, console)
     try:
         METHODS[given.method](bench, ranges, fixed)
@@ -353,22 +352,25 @@ def fixed_value(text: str, recipe: Recipe) -> tuple[str, Any]:
     return one.name, one.choices[0]
 
 
-def keep_to(file: Path, plan: dict[str, Any], what: str) -> None:
-    """Write down what a folder is about, or refuse to go on there with something else."""
+@dataclass(frozen=True)
+class SweepPlan:
+    """What a folder of trials is about: another one must not go on there."""
+
+    asked: Sweep
+    base: Recipe
+    files: dict[str, str]
+
+
+def keep_to(file: Path, plan: Any, what: str, free: tuple[str, ...]) -> None:
+    """Write down what a folder is about, or refuse to go on there with something else; `free` options may change."""
     if not file.exists():
-        write_json(file, plan)
+        write_json(file, plain(plan))
         return
-    stored = read_plan(file)
-    odd = sorted(k for k in {*plan, *stored} if plan.get(k) != stored.get(k))
+    stored, wanted = fields_of(read_json(file, type(plan), "Restore it, or choose another --out.")), fields_of(plan)
+    names = {name: name.removeprefix("asked.") for name in wanted if wanted[name] != stored[name]}
+    odd = [name for name in names.values() if name not in (*free, "base.about")]
     if odd:
         raise UserError(f"{file.parent} holds {what} with another {', '.join(odd)}; choose another --out.")
-
-
-def read_plan(file: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(file.read_text()))
-    except (ValueError, TypeError) as e:
-        raise UserError(f"{file} is damaged: it is not readable JSON. Restore it, or choose another --out.") from e
 
 
 def report(bench: Bench, console: Console) -> None:
@@ -410,12 +412,12 @@ def grouped(rows: list[dict[str, Any]]) -> Iterator[tuple[float, list[dict[str, 
 def effort(folder: Path) -> dict[str, tuple[int, float]]:
     """Trials and minutes spent on each recipe, over the sweeps in a folder: what 'equal effort' is measured by."""
     spent: dict[str, tuple[int, float]] = {}
-    for plan in sorted(folder.glob("*/sweep.json")):
+    for plan in sorted(folder.glob(f"*/{PLAN}")):
         try:
-            stored, rows = read_plan(plan), read_rows(plan.with_name("rows.jsonl"))
+            stored, rows = read_json(plan, SweepPlan, ""), read_rows(plan.with_name("rows.jsonl"))
         except UserError:
             continue  # somebody else's sweep, and no reason to lose this one's report
-        name = f"{stored['recipe']} on {'own data' if stored.get('data') else stored['track']}"
+        name = f"{stored.asked.recipe} on {'own data' if stored.files else stored.asked.track}"
         trials, minutes = spent.get(name, (0, 0.0))
         spent[name] = (
             trials + sum(r["kind"] == "trial" for r in rows),

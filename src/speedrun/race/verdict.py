@@ -20,7 +20,6 @@ from speedrun.race.plan import Entry, Plan
 from speedrun.train.runlog import plain, read_metrics, read_result
 
 VERDICT, TEXT = "verdict.json", "verdict.txt"
-FORMAT = 1
 Row = dict[str, Any]
 
 
@@ -30,20 +29,20 @@ Row = dict[str, Any]
 def read_row(folder: Path, entry: Entry) -> Row:
     """What one run contributes. `trace` stands for every loss on its way, bit by bit."""
     result = read_result(folder)
-    ok = result["status"] == "ok"
+    ok = result.status == "ok"
     losses = [(m["kind"], m["step"], m["loss"]) for m in read_metrics(folder) if m["kind"] in ("train", "val")]
     return {
         "name": entry.name,
         "side": entry.side,
         "block": entry.block,
         "seed": entry.seed,
-        "status": result["status"],
-        "reason": result["reason"],
-        "loss": result["val_loss"] if ok else None,
-        "shadow": result["losses"].get("shadow") if ok else None,
-        "time": result["train_time"],
-        "steps": result["steps"],
-        "tokens": result["tokens"],
+        "status": result.status,
+        "reason": result.reason,
+        "loss": result.val_loss if ok else None,
+        "shadow": result.losses.get("shadow") if ok else None,
+        "time": result.train_time,
+        "steps": result.steps,
+        "tokens": result.tokens,
         "trace": hashlib.sha256(json.dumps(plain(losses)).encode()).hexdigest()[:16],
     }
 
@@ -64,7 +63,6 @@ def judge(plan: Plan, rows: list[Row], look: int, plan_sha256: str) -> dict[str,
     word, why = _word(plan, sides, time, pairs, last=look == plan.looks[-1])
     times = [[r["time"] for r in rows if r["side"] == side and r["status"] == "ok"] for side in sides]
     verdict: dict[str, Any] = {
-        "format": FORMAT,
         "verdict": word,
         "why": why,
         "kind": plan.kind,

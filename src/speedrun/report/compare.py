@@ -16,7 +16,6 @@ import tyro
 from speedrun.errors import UserError
 from speedrun.options import unset
 from speedrun.report.draw import COLORS, Frame, Series, picture, text
-from speedrun.train.config import recipe_from_dict
 from speedrun.train.runlog import RESULT, read_metrics, read_result, read_run
 from speedrun.train.schedule import ScheduleConfig
 
@@ -47,8 +46,8 @@ class Curve:
     @classmethod
     def read(cls, folder: Path) -> "Curve":
         about = read_run(folder)
-        schedule = recipe_from_dict(about["recipe"]).schedule
-        status = read_result(folder)["status"] if (folder / RESULT).exists() else "unfinished"
+        schedule = about.recipe.schedule
+        status = read_result(folder).status if (folder / RESULT).exists() else "unfinished"
         metrics = [m for m in read_metrics(folder) if m["kind"] in ("train", "val")]
         if not metrics:
             raise UserError(f"{folder} has measured nothing yet; leave it out.")
@@ -60,7 +59,7 @@ class Curve:
             chosen = [m for m in metrics if m["kind"] == kind]
             return [(m["step"] + done, tokens[m["step"] + done], m["time"], m["loss"]) for m in chosen]
 
-        return cls(folder.name, about["track"], points("train"), points("val"), status, about.get("target"))
+        return cls(folder.name, about.track, points("train"), points("val"), status, about.target)
 
 
 def tokens_by_step(schedule: ScheduleConfig, last: int) -> list[int]:

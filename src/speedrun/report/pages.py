@@ -14,10 +14,10 @@ from typing import Annotated, Any
 import tyro
 
 from speedrun.errors import UserError
-from speedrun.files import write_atomic
+from speedrun.files import read_json, write_atomic
 from speedrun.race import ablate, records
 from speedrun.race.evidence import MANIFEST
-from speedrun.race.plan import PLAN, read_object
+from speedrun.race.plan import PLAN
 from speedrun.race.sweep import read_rows
 from speedrun.report import page
 from speedrun.report.ablation import ablation_svg
@@ -27,8 +27,7 @@ from speedrun.report.page import BAD, GOOD, OPEN, Lead, Rows, Section, finish
 from speedrun.report.race_page import race_page
 from speedrun.report.records import records_svg
 from speedrun.report.sections import Shown, facts, losses, machine, schedules, settings, timeline
-from speedrun.train.config import recipe_from_dict
-from speedrun.train.runlog import RESULT, RUN, read_metrics, read_result, read_run
+from speedrun.train.runlog import RESULT, RUN, Result, RunInfo, plain, read_metrics, read_result, read_run
 
 Say = Callable[[str], Any]
 
@@ -76,7 +75,7 @@ def page_of(folder: Path) -> str:
 def run_page(folder: Path) -> str:
     about, metrics = read_run(folder), read_metrics(folder)
     result = read_result(folder) if (folder / RESULT).exists() else None
-    curve, recipe = Curve.read(folder), recipe_from_dict(about["recipe"])
+    curve, recipe = Curve.read(folder), about.recipe
     shown = [Shown(curve, COLORS[1])]
     name = folder.resolve().name
     names = [(name, COLORS[1], "")]
@@ -94,43 +93,42 @@ def run_page(folder: Path) -> str:
     )
 
 
-def run_lead(about: dict[str, Any], result: dict[str, Any] | None, curve: Curve) -> Lead:
-    target = about.get("target")
+def run_lead(about: RunInfo, result: Result | None, curve: Curve) -> Lead:
+    target = about.target
     if result is None:
         done = (curve.train or curve.val)[-1][0]
         return Lead("unfinished", f"The run has done {done:,} steps and has not ended.", OPEN)
-    if result["status"] != "ok":
-        return Lead(result["status"], f"{result['reason']}.", BAD if result["status"] == "failed" else OPEN)
-    loss = f"Validation loss {result['val_loss']:.4f} after {result['train_time']:.1f} s on the clock, "
-    loss += f"{result['steps']:,} steps and {result['tokens']:,} tokens"
+    if result.val_loss is None:  # it failed, or was stopped
+        return Lead(result.status, f"{result.reason}.", BAD if result.status == "failed" else OPEN)
+    loss = f"Validation loss {result.val_loss:.4f} after {result.train_time:.1f} s on the clock, "
+    loss += f"{result.steps:,} steps and {result.tokens:,} tokens"
     if target is None:
         return Lead("done", f"{loss}.", GOOD)
-    reached = result["val_loss"] <= target
+    reached = result.val_loss <= target
     word, how = ("reached", "at or below") if reached else ("missed", "above")
     return Lead(f"target {word}", f"{loss}: {how} the target {target:g}.", GOOD if reached else BAD)
 
 
-def about_run(about: dict[str, Any], result: dict[str, Any] | None) -> Section:
-    git, environment = about.get("git") or {}, about.get("environment") or {}
+def about_run(about: RunInfo, result: Result | None) -> Section:
+    git, environment = about.git or {}, about.environment
     pairs = [
-        ("recipe", about["recipe"].get("name")),
-        ("track", about.get("track")),
-        ("seed", about.get("seed")),
-        ("started", about.get("started")),
-        ("finished", (result or {}).get("finished")),
-        ("processes", about.get("ranks")),
-        ("threads", about.get("threads")),
-        ("devices", ", ".join(about.get("devices", []))),
+        ("recipe", about.recipe.name),
+        ("track", about.track),
+        ("seed", about.seed),
+        ("started", about.started.isoformat()),
+        ("finished", result and result.finished.isoformat()),
+        ("processes", about.ranks),
+        ("threads", about.threads),
+        ("devices", ", ".join(about.devices)),
         ("commit", git.get("commit") and f"{git['commit']}{' with changes' if git.get('dirty') else ''}"),
-        ("interruptions", len(about["interruptions"])),
-        *((f"{name} loss", f"{loss:.4f}") for name, loss in (result or {}).get("losses", {}).items()),
+        ("interruptions", len(about.interruptions)),
+        *((f"{name} loss", f"{loss:.4f}") for name, loss in (result.losses if result else {}).items()),
         *((k, v) for k, v in environment.items() if isinstance(v, str | int | float)),
         *sorted((environment.get("packages") or {}).items()),
     ]
     parts = [facts(pairs, "the run")]
-    files = (about.get("data") or {}).get("files") or {}
-    if files:
-        parts.append(page.table([("token file", "sha256"), *sorted(files.items())], "data"))
+    if about.data.files:
+        parts.append(page.table([("token file", "sha256"), *sorted(about.data.files.items())], "data"))
     return Section("about", "What ran where", parts, [("what", "value"), *pairs])
 
 
@@ -138,14 +136,14 @@ def about_run(about: dict[str, Any], result: dict[str, Any] | None) -> Section:
 
 
 def ablation_page(folder: Path) -> str:
-    about = read_object(folder / ablate.PLAN, "Restore it from a copy.")
+    about = read_json(folder / ablate.PLAN, ablate.AblationPlan, "Restore it from a copy, or run the ablation again.")
     rows = read_rows(folder / ablate.ROWS)
-    lines = ablate.lines_of(rows, about["variants"])
-    title = f"{about['recipe']} without each of its switches"
+    lines = ablate.lines_of(rows, about.variants)
+    title = f"{about.asked.recipe} without each of its switches"
     sure = [line.name for line in lines if line.p is not None and line.p < 0.05]
-    words = f"{len(rows)} runs of {len(about['variants'])} variants, {about['base'].get('schedule.steps')} scheduled "
+    words = f"{len(rows)} runs of {len(about.variants)} variants, {about.base.schedule.steps} scheduled "
     words += (
-        f"steps each, on the {about['track']} track. Beyond doubt (p < 0.05, Holm): {', '.join(sure) or 'nothing'}."
+        f"steps each, on the {about.asked.track} track. Beyond doubt (p < 0.05, Holm): {', '.join(sure) or 'nothing'}."
     )
     effects = ablate.table(lines)
     drawn = [page.table(effects, "sorted by effect; negative results too")]
@@ -159,7 +157,7 @@ def ablation_page(folder: Path) -> str:
         return format(value, digits.get(name, "")) if value is not None else "-"
 
     shown: Rows = [columns, *(tuple(map(cell, columns, row)) for row in runs[1:])]
-    asked = [(k, json.dumps(v)) for k, v in about.items() if k not in ("base", "files", "variants")]
+    asked = [(k, json.dumps(v)) for k, v in plain(about.asked).items()]
     return finish(
         f"Ablation: {title}",
         Lead("ablation", words),
@@ -180,6 +178,6 @@ def records_page(folder: Path) -> str:
         sections.append(
             Section(f"track-{track}", f"{track} track", [drawn, page.table(rows, "the fastest first")], rows)
         )
-    best = "; ".join(f"{track}: {b[0]['name']} with {b[0]['official']:.1f} s" for track, b in boards.items())
+    best = "; ".join(f"{track}: {b[0].name} with {b[0].official:.1f} s" for track, b in boards.items())
     count = sum(map(len, boards.values()))
     return finish("Records", Lead(f"{count} record{'s' if count != 1 else ''}", f"{best}.", GOOD), sections)

@@ -43,7 +43,7 @@ def race_page(folder: Path) -> str:
         settings({found.plan.labels[side]: recipe for side, recipe in found.plan.recipes.items()}),
         plan_section(found.plan),
     ]
-    title = records.read_record(folder)["name"] if (folder / records.RECORD).exists() else folder.resolve().name
+    title = records.read_record(folder).name if (folder / records.RECORD).exists() else folder.resolve().name
     kind = "Record" if (folder / records.RECORD).exists() else "Race"
     return finish(
         f"{kind} {title}: {' against '.join(found.plan.labels[s] for s in found.plan.recipes)}", lead, sections

@@ -11,7 +11,6 @@ import importlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -19,8 +18,8 @@ import tyro
 
 from speedrun.errors import UserError, nearest
 from speedrun.report.compare import tokens_by_step
-from speedrun.train.config import fields_of, recipe_from_dict
-from speedrun.train.runlog import RESULT, read_metrics, read_result, read_run
+from speedrun.train.config import fields_of
+from speedrun.train.runlog import RESULT, RunInfo, plain, read_metrics, read_result, read_run
 
 Say = Callable[[str], Any]
 Values = dict[str, float]
@@ -60,13 +59,13 @@ def load(module: str, package: str) -> Any:
 class Tensorboard:
     """Event files that `tensorboard --logdir` shows."""
 
-    def __init__(self, given: Send, name: str, about: dict[str, Any]) -> None:
+    def __init__(self, given: Send, name: str, about: RunInfo) -> None:
         load("tensorboard", "tensorboard")
         folder = given.out / given.project / name
         if folder.exists():
             raise UserError(f"{folder} exists already, and sending twice would double its curves; delete it first.")
         self.writer = load("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder))
-        self.began = datetime.fromisoformat(about["started"]).timestamp()
+        self.began = about.started.timestamp()
         rows = "\n".join(f"| {k} | {v} |" for k, v in config_of(about).items())
         self.writer.add_text("recipe", f"| field | value |\n|---|---|\n{rows}", walltime=self.began)
 
@@ -82,7 +81,7 @@ class Tensorboard:
 class Wandb:
     """`WANDB_MODE=offline` keeps it on this machine, as wandb itself documents."""
 
-    def __init__(self, given: Send, name: str, about: dict[str, Any]) -> None:
+    def __init__(self, given: Send, name: str, about: RunInfo) -> None:
         module = load("wandb", "wandb")
         given.out.mkdir(parents=True, exist_ok=True)
         self.run = module.init(project=given.project, name=name, config=config_of(about), dir=str(given.out))
@@ -96,7 +95,7 @@ class Wandb:
 
 
 class Trackio:
-    def __init__(self, given: Send, name: str, about: dict[str, Any]) -> None:
+    def __init__(self, given: Send, name: str, about: RunInfo) -> None:
         self.module = load("trackio", "trackio")
         self.module.init(project=given.project, name=name, config=config_of(about))
 
@@ -107,7 +106,7 @@ class Trackio:
         self.module.finish()
 
 
-TRACKERS: dict[str, Callable[[Send, str, dict[str, Any]], Tracker]] = {
+TRACKERS: dict[str, Callable[[Send, str, RunInfo], Tracker]] = {
     "tensorboard": Tensorboard,
     "wandb": Wandb,
     "trackio": Trackio,
@@ -117,15 +116,15 @@ TRACKERS: dict[str, Callable[[Send, str, dict[str, Any]], Tracker]] = {
 # -------------------------------------------------------------------- what is sent
 
 
-def config_of(about: dict[str, Any]) -> dict[str, Any]:
+def config_of(about: RunInfo) -> dict[str, Any]:
     """The recipe, flat, and where it ran: what a tracker's table filters by."""
-    fields = {k: str(v) if isinstance(v, tuple) else v for k, v in fields_of(recipe_from_dict(about["recipe"])).items()}
-    return {"recipe": about["recipe"]["name"], "track": about["track"], "seed": about["seed"], **fields}
+    fields = {k: str(v) if isinstance(v, tuple) else v for k, v in fields_of(about.recipe).items()}
+    return {"recipe": about.recipe.name, "track": about.track, "seed": about.seed, **fields}
 
 
 def measured(folder: Path) -> Iterator[tuple[int, Values, float]]:
     """(steps done, values, seconds on the clock), in the order of the run."""
-    schedule = recipe_from_dict(read_run(folder)["recipe"]).schedule
+    schedule = read_run(folder).recipe.schedule
     lines = read_metrics(folder)
     tokens = tokens_by_step(schedule, max((m["step"] for m in lines), default=0))
     done, seconds = 0, 0.0
@@ -168,6 +167,6 @@ def send(folder: Path, tracker: Tracker, follow: bool) -> int:
         if ended or not follow:
             break
         time.sleep(PAUSE)
-    result = read_result(folder) if ended else {"status": "unfinished"}
+    result = plain(read_result(folder)) if ended else {"status": "unfinished"}
     tracker.finish({k: v for k, v in result.items() if isinstance(v, str | int | float)})
     return sent

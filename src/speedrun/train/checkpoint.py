@@ -11,7 +11,6 @@ the order of parameters nor that of groups matters. `rng_state` does the same fo
 
 import contextlib
 import hashlib
-import json
 import os
 import random
 import re
@@ -28,11 +27,22 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from speedrun.checks import Count
 from speedrun.errors import UserError
-from speedrun.files import explained, new_folder, sha256_file, sweep, write_atomic, write_json
+from speedrun.files import (
+    decode_json,
+    explained,
+    from_json,
+    new_folder,
+    read_bytes,
+    read_json,
+    sha256_file,
+    sweep,
+    write_atomic,
+    write_json,
+)
 from speedrun.optim.interleave import Whole
 
-FORMAT = 1
 TENSORS = "tensors.safetensors"
 STATE = "state.json"
 MANIFEST = "manifest.json"
@@ -101,7 +111,7 @@ def save(
                 name: {"bytes": (temporary / name).stat().st_size, "sha256": sha256_file(temporary / name)}
                 for name in (TENSORS, STATE)
             }
-            write_json(temporary / MANIFEST, {"format": FORMAT, "step": step, "files": files})
+            write_json(temporary / MANIFEST, {"step": step, "files": files})
             if path.exists():
                 aside = _spare_name(path)
                 os.replace(path, aside)
@@ -203,20 +213,20 @@ def load(path: Path) -> Checkpoint:
     path = _follow_latest(path)
     if not path.is_dir():
         raise UserError(f"There is no checkpoint at {path}. Name a folder like step-000500.")
-    step, files = _read_manifest(path)
+    with _readable(path, MANIFEST):
+        manifest = read_json(path / MANIFEST, _Manifest, "")
+    step, files = manifest.step, manifest.files
     named = _FOLDER.fullmatch(path.name)
     if named and int(named[1]) != step:
         raise DamagedCheckpoint(path, f"{MANIFEST} is of step {step}, not of its folder's")
 
     with _readable(path, STATE):
-        content = (path / STATE).read_bytes()
+        content = read_bytes(path / STATE, "")
     _check(path, STATE, files, len(content), hashlib.sha256(content).hexdigest)
-    document = _parse(path, STATE, content)
-    state, aliases = document.get("state"), document.get("aliases")
-    if document.get("step") != step:
-        raise DamagedCheckpoint(path, f"{STATE} is of step {document.get('step')}, {MANIFEST} of step {step}")
-    if not isinstance(state, dict) or not isinstance(aliases, dict):
-        raise DamagedCheckpoint(path, f"{STATE} lacks its state or its aliases")
+    with _readable(path, STATE):
+        document = from_json(decode_json(content, STATE, ""), _State, STATE, "")
+    if document.step != step:
+        raise DamagedCheckpoint(path, f"{STATE} is of step {document.step}, {MANIFEST} of step {step}")
 
     with _readable(path, TENSORS):
         size = (path / TENSORS).stat().st_size
@@ -225,11 +235,11 @@ def load(path: Path) -> Checkpoint:
         # results of math libraries can depend on alignment.
         with safe_open(path / TENSORS, framework="pt", device="cpu") as f:
             tensors = {name: f.get_tensor(name).clone() for name in f.keys()}  # noqa: SIM118
-    for name, source in aliases.items():
+    for name, source in document.aliases.items():
         if source not in tensors:
             raise DamagedCheckpoint(path, f"{TENSORS} lacks {source!r}, which {STATE} refers to")
         tensors[name] = tensors[source].clone()
-    return Checkpoint(step, tensors, state, path)
+    return Checkpoint(step, tensors, document.state, path)
 
 
 def newest_good(folder: Path, notice: Notice) -> Checkpoint | None:
@@ -288,38 +298,34 @@ def _follow_latest(path: Path) -> Path:
     return path.with_name(name)
 
 
-def _read_manifest(path: Path) -> tuple[int, dict[str, dict[str, Any]]]:
-    with _readable(path, MANIFEST):
-        content = (path / MANIFEST).read_bytes()
-    manifest = _parse(path, MANIFEST, content)
-    version, step, files = (manifest.get(key) for key in ("format", "step", "files"))
-    if type(version) is not int or version != FORMAT:
-        raise DamagedCheckpoint(path, f"{MANIFEST} has format {str(version)[:40]!r}, this program reads {FORMAT}")
-    if type(step) is not int or step < 0:
-        raise DamagedCheckpoint(path, f"{MANIFEST} has no step")
-    if not isinstance(files, dict) or set(files) != {TENSORS, STATE}:
-        raise DamagedCheckpoint(path, f"{MANIFEST} does not list {TENSORS} and {STATE}")
-    for name, entry in files.items():
-        if not isinstance(entry, dict) or type(entry.get("bytes")) is not int or "sha256" not in entry:
-            raise DamagedCheckpoint(path, f"{MANIFEST} has no size or sha256 for {name}")
-    return step, files
+@dataclass(frozen=True)
+class _Size:
+    bytes: Count
+    sha256: str
 
 
-def _parse(path: Path, name: str, content: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(content)
-    except (ValueError, RecursionError) as e:
-        raise DamagedCheckpoint(path, f"{name} is not readable JSON") from e
-    if not isinstance(value, dict):
-        raise DamagedCheckpoint(path, f"{name} is no JSON object")
-    return value
+@dataclass(frozen=True)
+class _Manifest:
+    step: Count
+    files: dict[str, _Size]
+
+    def __post_init__(self) -> None:
+        if set(self.files) != {TENSORS, STATE}:
+            raise ValueError(f"it does not list {TENSORS} and {STATE}")
 
 
-def _check(path: Path, name: str, files: dict[str, dict[str, Any]], size: int, digest: Callable[[], str]) -> None:
+@dataclass(frozen=True)
+class _State:
+    step: Count
+    aliases: dict[str, str]
+    state: dict[str, Any]
+
+
+def _check(path: Path, name: str, files: dict[str, _Size], size: int, digest: Callable[[], str]) -> None:
     expected = files[name]
-    if size != expected["bytes"]:
-        raise DamagedCheckpoint(path, f"{name} has {size} bytes, {MANIFEST} says {expected['bytes']}")
-    if digest() != expected["sha256"]:
+    if size != expected.bytes:
+        raise DamagedCheckpoint(path, f"{name} has {size} bytes, {MANIFEST} says {expected.bytes}")
+    if digest() != expected.sha256:
         raise DamagedCheckpoint(path, f"{name} does not match the sha256 in {MANIFEST}")
 
 
@@ -327,6 +333,8 @@ def _check(path: Path, name: str, files: dict[str, dict[str, Any]], size: int, d
 def _readable(path: Path, name: str) -> Iterator[None]:
     try:
         yield
+    except UserError as e:
+        raise DamagedCheckpoint(path, str(e).removeprefix(f"{path}{os.sep}").rstrip(". ")) from e
     except FileNotFoundError as e:
         raise DamagedCheckpoint(path, f"{name} is missing") from e
     except OSError as e:

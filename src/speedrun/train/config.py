@@ -1,7 +1,7 @@
-"""A recipe: everything that decides how a model is trained, and nothing else.
+"""A recipe: everything that decides how a model is trained, and nothing else; and the options of a run.
 
 The components own their configs; this joins them. Recipes live in `speedrun.recipes`; a run stores the resolved recipe
-in `run.json`, from which `recipe_from_dict` rebuilds it.
+in `run.json`. A field that comes later needs a default that means "as it was before": stored recipes lack it.
 """
 
 import ast
@@ -13,29 +13,29 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any
 
+from speedrun.checks import Positive, check_fields
 from speedrun.data.loader import LoaderConfig
 from speedrun.errors import UserError, nearest
 from speedrun.model.gpt import GPTConfig
 from speedrun.optim.config import OptimConfig
 from speedrun.train.device import CompilerConfig
+from speedrun.train.distributed import PATIENCE
 from speedrun.train.schedule import ScheduleConfig
 
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    every: int = 200
+    every: Positive = 200
     """Steps between validations; the last step is always validated."""
     first: bool = True
     """Also measure before the first step."""
-    rows: int = 32
+    rows: Positive = 32
     """Rows per validation batch. Does not change the loss, only speed and memory."""
-    length: int = 128
+    length: Positive = 128
     """Tokens per validation row: how much context the model gets."""
 
     def __post_init__(self) -> None:
-        for name in ("every", "rows", "length"):
-            if getattr(self, name) < 1:
-                raise UserError(f"validation.{name} is {getattr(self, name)}; it must be at least 1.")
+        check_fields(self, "validation.")
 
     def moments(self, total: int) -> list[int]:
         """After how many steps of a run the loss is measured."""
@@ -95,6 +95,38 @@ class Recipe:
         return max(self.schedule.length, self.validation.length)
 
 
+@dataclass(frozen=True)
+class Options:
+    """How a run is executed. None of this is part of the recipe."""
+
+    seed: int = 0
+    """Draws the initial weights and the order of documents."""
+    compile: bool = True
+    """Use torch.compile when it works here."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints; 0 writes only the final one."""
+    keep: int = 2
+    """How many checkpoints stay on disk."""
+    final_checkpoint: bool = True
+    """Write the trained model at the end, outside the clock."""
+    micro_rows: int | None = None
+    """Rows per forward pass; None takes the whole batch at once. Halved by itself when memory runs out."""
+    val_tokens: int | None = None
+    """Validate on the first so many tokens of the split; None takes all of it."""
+    splits: tuple[str, ...] = ("val",)
+    """Splits measured at the end; the first one is the validation split of the whole run."""
+    plan: str | None = None
+    """sha256 of the plan of the race that this run belongs to, which must prove that validation is forward only."""
+    patience: float = PATIENCE
+    """Seconds that ranks wait for one of them before all give up."""
+    backend: str = "auto"
+    """What carries messages between ranks: gloo or nccl; auto takes nccl on GPUs."""
+    order: str = "eager"
+    """In which order ranks exchange and compute within a step: eager, interleaved or plain."""
+    trace: int = 0
+    """Record what every rank does in so many steps."""
+
+
 def to_dict(recipe: Recipe) -> dict[str, Any]:
     return dataclasses.asdict(recipe)
 
@@ -149,39 +181,6 @@ def with_fields(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
         return typing.cast(Recipe, changed(recipe, ""))
     except ValueError as e:
         raise UserError(str(e)) from e
-
-
-# Parts that older run folders do not have, as they behaved then.
-LATER: dict[str, dict[str, Any]] = {"compiler": {"coordinate_descent": False}}
-
-
-def recipe_from_dict(stored: dict[str, Any]) -> Recipe:
-    """Rebuild a recipe from run.json, strictly: a missing or unknown field means another version wrote it.
-
-    Only a whole part that came later may be missing, if its absence has one meaning: see `LATER`.
-    """
-
-    def build(kind: type, values: Any, where: str) -> Any:
-        if not isinstance(values, dict):
-            raise UserError(f"The stored recipe is damaged: {where or 'it'} is not an object.")
-        hints = typing.get_type_hints(kind)
-        names = {f.name for f in dataclasses.fields(kind)}
-        odd = sorted(names.symmetric_difference(values))
-        if odd:
-            raise UserError(
-                f"The stored recipe does not fit this version of speedrun: field {where}{odd[0]} "
-                f"{'is missing' if odd[0] in names else 'is unknown'}. Use the version in the run's source/ folder."
-            )
-        parts = {
-            n: build(hints[n], values[n], f"{where}{n}.") if dataclasses.is_dataclass(hints[n]) else as_tuple(values[n])
-            for n in names
-        }
-        try:
-            return kind(**parts)
-        except (TypeError, ValueError) as e:
-            raise UserError(f"The stored recipe is damaged: {e}") from e
-
-    return build(Recipe, {**LATER, **stored} if isinstance(stored, dict) else stored, "")
 
 
 def as_tuple(value: Any) -> Any:

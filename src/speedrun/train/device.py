@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from speedrun.checks import check_fields
 from speedrun.errors import UserError
 from speedrun.model.attention import Backend, choose_backend
 from speedrun.train.distributed import neighbours
@@ -26,6 +27,9 @@ class CompilerConfig:
     coordinate_descent: bool = False
     """Let torch.compile search for better sizes of every GPU kernel, which takes many minutes before the clock starts.
     The C++ kernels of a CPU have no such sizes: there it changes nothing. Forbidden on the short track."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "compiler.")
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,6 @@ class Muted:
 
     def __init__(self, path: Path) -> None:
         self.path, self.checkpoints = path, path / "checkpoints"
-        self.description: dict[str, Any] = {}
 
     def log(self, line: str, *, show: bool = True) -> None:
         """Rank 0 says it."""
@@ -143,7 +142,7 @@ class Muted:
     def metric(self, values: Mapping[str, Any]) -> None:
         """Rank 0 writes it."""
 
-    def finish(self, result: Mapping[str, Any]) -> None:
+    def finish(self, result: object) -> None:
         """Rank 0 writes it."""
 
 

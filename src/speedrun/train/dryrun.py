@@ -30,9 +30,8 @@ from speedrun.optim.config import build_optimizer, part_of
 from speedrun.tracks import Track
 from speedrun.train import telemetry
 from speedrun.train.clock import synchronize
-from speedrun.train.config import Recipe
+from speedrun.train.config import Options, Recipe
 from speedrun.train.device import Machine
-from speedrun.train.loop import Options
 from speedrun.train.run import check_supply, fit_to_tokens, obey
 from speedrun.train.schedule import ScheduleConfig, Stage
 

@@ -17,7 +17,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -37,45 +36,13 @@ from speedrun.optim.interleave import Span, Whole
 from speedrun.optim.pipeline import ORDERS, Team
 from speedrun.train import checkpoint, telemetry, trace
 from speedrun.train.clock import Clock, synchronize
-from speedrun.train.config import Recipe
+from speedrun.train.config import Options, Recipe
 from speedrun.train.device import Machine, compiled
-from speedrun.train.distributed import PATIENCE, Muted
+from speedrun.train.distributed import Muted
 from speedrun.train.progress import Report
-from speedrun.train.runlog import RunFolder, train_line, val_line
+from speedrun.train.runlog import Result, RunFolder, Status, now, train_line, val_line
 from speedrun.train.schedule import Stage
 from speedrun.train.watch import Watch, lost_connection
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a run is executed. None of this is part of the recipe."""
-
-    seed: int = 0
-    """Draws the initial weights and the order of documents."""
-    compile: bool = True
-    """Use torch.compile when it works here."""
-    checkpoint_every: int = 0
-    """Steps between checkpoints; 0 writes only the final one."""
-    keep: int = 2
-    """How many checkpoints stay on disk."""
-    final_checkpoint: bool = True
-    """Write the trained model at the end, outside the clock."""
-    micro_rows: int | None = None
-    """Rows per forward pass; None takes the whole batch at once. Halved by itself when memory runs out."""
-    val_tokens: int | None = None
-    """Validate on the first so many tokens of the split; None takes all of it."""
-    splits: tuple[str, ...] = ("val",)
-    """Splits measured at the end; the first one is the validation split of the whole run."""
-    plan: str | None = None
-    """sha256 of the plan of the race that this run belongs to, which must prove that validation is forward only."""
-    patience: float = PATIENCE
-    """Seconds that ranks wait for one of them before all give up."""
-    backend: str = "auto"
-    """What carries messages between ranks: gloo or nccl; auto takes nccl on GPUs."""
-    order: str = "eager"
-    """In which order ranks exchange and compute within a step: eager, interleaved or plain."""
-    trace: int = 0
-    """Record what every rank does in so many steps."""
 
 
 class NonFiniteLoss(Exception):
@@ -473,7 +440,7 @@ class Trainer:
         stages = (self.recipe.schedule.at(s) for s in range(self.start, self.steps))
         return Prefetcher(loader, ((s.rows, s.length) for s in stages))
 
-    def run(self, saved: checkpoint.Checkpoint | None = None) -> dict[str, Any]:
+    def run(self, saved: checkpoint.Checkpoint | None = None) -> Result:
         """Train to the last step; the returned result is also result.json."""
         self.check_data()
         for line in self.machine.lines():
@@ -490,7 +457,8 @@ class Trainer:
             self.restore(saved)
             self.say(f"resumed at step {self.start} from {saved.path.name}; a resumed run is not timed")
         losses: dict[str, float] = {}
-        status, reason = "ok", None
+        status: Status = "ok"
+        reason: str | None = None
         try:
             with self.signals(), contextlib.closing(self.batches()) as batches:
                 losses = self.loop(batches)
@@ -503,23 +471,25 @@ class Trainer:
             self.clock.halt()
         if status == "ok" and not math.isfinite(losses[self.options.splits[0]]):
             status, reason = "failed", "the final validation loss is not finite"
+            losses = {}
         if status == "ok" and self.options.trace:
             self.write_trace()
         if status == "ok" and self.options.final_checkpoint:
             self.save(self.steps)
-        result = {
-            "status": status,
-            "reason": reason,
-            "val_loss": losses.get(self.options.splits[0]),
-            "losses": losses,
-            "steps": self.steps,
-            "train_time": self.clock.seconds,
-            "tokens": self.tokens_seen,
-            "tokens_per_second": self.tokens_seen / self.clock.seconds if self.clock.seconds else 0.0,
-            "resumed": self.resumed,
-            "timed": status == "ok" and not self.resumed,
-            "peak_memory": telemetry.peak_memory_mib(self.device),
-        }
+        result = Result(
+            status=status,
+            reason=reason,
+            val_loss=losses.get(self.options.splits[0]),
+            losses=losses,
+            steps=self.steps,
+            train_time=self.clock.seconds,
+            tokens=self.tokens_seen,
+            tokens_per_second=self.tokens_seen / self.clock.seconds if self.clock.seconds else 0.0,
+            resumed=self.resumed,
+            timed=status == "ok" and not self.resumed,
+            peak_memory=telemetry.peak_memory_mib(self.device),
+            finished=now(),
+        )
         self.folder.finish(result)
         return result
 

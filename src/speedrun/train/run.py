@@ -24,24 +24,24 @@ from speedrun.files import locked
 from speedrun.optim.pipeline import Team
 from speedrun.tracks import Track
 from speedrun.train import checkpoint
-from speedrun.train.config import Recipe, differences, recipe_from_dict, to_dict, with_fields
+from speedrun.train.config import Options, Recipe, differences, to_dict, with_fields
 from speedrun.train.device import Machine
 from speedrun.train.distributed import Muted, handshake, joined
-from speedrun.train.loop import Options, Trainer
+from speedrun.train.loop import Trainer
 from speedrun.train.progress import Report
-from speedrun.train.runlog import RUN, RunFolder, read_metrics, read_result, read_run
+from speedrun.train.runlog import RUN, Result, RunFolder, read_metrics, read_result, read_run
 from speedrun.train.watch import Watch
 
 
 @dataclass(frozen=True)
 class Outcome:
     folder: Path
-    result: dict[str, Any]
+    result: Result
     target: float | None
 
     @property
     def reached(self) -> bool:
-        loss = self.result["val_loss"]
+        loss = self.result.val_loss
         return self.target is not None and loss is not None and loss <= self.target
 
 
@@ -109,7 +109,7 @@ def _start(
         "target": track.target,
         "seed": options.seed,
         "data": {"folder": str(tokens.path.resolve()), "files": hashes(tokens)},
-        "options": dataclasses.asdict(options),
+        "options": options,
         "machine": machine.lines(),
         "threads": machine.threads,
         "ranks": team.size,
@@ -167,13 +167,13 @@ def _resume(
     report = Report(recipe.schedule.total, quiet=quiet)
     with only_here(path):
         folder = RunFolder.open(path, console=report.line)
-        about = folder.description
+        about = read_run(path)
         for notice in notices:  # only now: a resume that cannot go on must not even touch the log
             folder.log(notice)
-        if team.size != about.get("ranks", 1):
-            folder.log(f"{team.size} ranks, {about.get('ranks', 1)} before: losses may differ in the last bits")
-        if machine.threads != about["threads"]:
-            folder.log(f"{machine.threads} threads, {about['threads']} before: losses may differ in the last bits")
+        if team.size != about.ranks:
+            folder.log(f"{team.size} ranks, {about.ranks} before: losses may differ in the last bits")
+        if machine.threads != about.threads:
+            folder.log(f"{machine.threads} threads, {about.threads} before: losses may differ in the last bits")
         step = 0 if saved is None else saved.step
         checkpoint.drop_later(folder.checkpoints, step, folder.log)
         folder.cut_back(step, "resumed")
@@ -245,28 +245,18 @@ def hashes(tokens: TokenFolder) -> dict[str, str]:
     return {name: file.sha256 for name, file in tokens.files.items()}
 
 
-def read_description(path: Path) -> dict[str, Any]:
-    """run.json of a run folder, with everything in it that a resume needs."""
-    about = read_run(path)
-    missing = [k for k in ("recipe", "track", "target", "seed", "data", "options", "threads") if k not in about]
-    missing = missing or [f"data.{k}" for k in ("folder", "files") if k not in about["data"]]
-    if missing:
-        raise UserError(f"{path / RUN} is damaged: it has no {missing[0]!r}. Restore it from a copy.")
-    return about
-
-
 def obstacle(path: Path, recipe: Recipe, track: Track, seed: int) -> str | None:
     """Why the run in `path` cannot go on with this recipe, track and seed, in one sentence; None: it can."""
-    about = read_description(path)
-    status = read_result(path).get("status") if (path / "result.json").exists() else None
+    about = read_run(path)
+    status = read_result(path).status if (path / "result.json").exists() else None
     if status not in (None, "interrupted"):
         return f"{path} is finished (it ended as {status!r}); there is nothing to resume."
     tokens = track.locate()
-    changed = differences(recipe_from_dict(about["recipe"]), fit_to_tokens(recipe, tokens, track))
+    changed = differences(about.recipe, fit_to_tokens(recipe, tokens, track))
     asked: dict[str, Any] = {"track": track.name, "seed": seed}
     asked |= {"target": track.target} if track.name == "own" else {}
-    changed += [f"{name}: {about[name]} -> {value}" for name, value in asked.items() if about[name] != value]
-    old, new = about["data"]["files"], hashes(tokens)
+    changed += [f"{k}: {getattr(about, k)} -> {value}" for k, value in asked.items() if getattr(about, k) != value]
+    old, new = about.data.files, hashes(tokens)
     if track.once and recipe.loader.order == "sequential":  # chunks fetched since come after all that the run needs
         new = {name: sha256 for name, sha256 in new.items() if name in old}
     for name in sorted({*old, *new}):

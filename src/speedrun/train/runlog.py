@@ -24,14 +24,16 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from datetime import UTC, datetime
+from dataclasses import dataclass
+from datetime import UTC, date, datetime
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from speedrun.errors import UserError
-from speedrun.files import explained, new_folder, write_atomic, write_json
+from speedrun.files import decode_json, explained, new_folder, read_bytes, read_json, write_atomic, write_json
+from speedrun.train.config import Options, Recipe
 
 RUN = "run.json"
 METRICS = "metrics.jsonl"
@@ -40,17 +42,74 @@ RESULT = "result.json"
 SOURCE = "source"
 
 KINDS = ("train", "val", "telemetry", "event")
-STATUSES = ("ok", "failed", "interrupted")
+Status = Literal["ok", "failed", "interrupted"]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class RunData:
+    folder: str
+    files: dict[str, str]
+    """sha256 of each token file."""
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """run.json: what ran. Its format number is that of the whole run folder."""
+
+    recipe: Recipe
+    track: str
+    target: float | None
+    seed: int
+    data: RunData
+    options: Options
+    machine: tuple[str, ...]
+    """Device, arithmetic, threads and attention, each with the reason."""
+    threads: int
+    started: datetime
+    command: tuple[str, ...]
+    git: dict[str, Any] | None
+    devices: tuple[str, ...]
+    environment: dict[str, Any]
+    source_sha256: str
+    ranks: int = 1
+    interruptions: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Result:
+    """result.json: how a run ended. A run that went NaN ends too, as failed."""
+
+    status: Status
+    reason: str | None
+    """Why it is not ok."""
+    val_loss: float | None
+    losses: dict[str, float]
+    """Of the last validation, by split."""
+    steps: int
+    """Of the recipe, also if the run ended before the last one."""
+    train_time: float
+    """Seconds on the clock."""
+    tokens: int
+    tokens_per_second: float
+    resumed: bool
+    timed: bool
+    """Whether its time counts."""
+    peak_memory: dict[str, float]
+    """MiB."""
+    finished: datetime
+
+    def __post_init__(self) -> None:
+        if (self.status == "ok") != (self.val_loss is not None):
+            raise ValueError(f"a run that ended as {self.status!r} has the validation loss {self.val_loss}")
 
 
 class RunFolder:
     """One run's folder, open for appending. Only one process writes it: rank 0."""
 
-    def __init__(self, path: Path, description: dict[str, Any], console: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, console: Callable[[str], None]) -> None:
         self.path = path
-        self.description = description
         self.checkpoints = path / "checkpoints"
         self._console = console
         self._metrics = _Appender(path / METRICS, drop_torn=True)
@@ -66,7 +125,7 @@ class RunFolder:
             if path.is_dir() and any(path.iterdir()):
                 raise UserError(f"{path} already holds files. Choose another folder, or resume the run in it.")
         found = {
-            "started": _now(),
+            "started": now(),
             "command": list(sys.argv),
             "git": describe_git(),
             "devices": describe_devices(),
@@ -85,12 +144,13 @@ class RunFolder:
             else:
                 with new_folder(path) as temporary:
                     _fill(temporary, run)
-        return cls(path, run, console)
+        return cls(path, console)
 
     @classmethod
     def open(cls, path: Path, console: Callable[[str], None] = print) -> "RunFolder":
         """The folder of a run that is to go on."""
-        return cls(path, read_run(path), console)
+        read_run(path)  # refuses what is no run folder
+        return cls(path, console)
 
     def metric(self, values: Mapping[str, Any]) -> None:
         """Append one line to metrics.jsonl. It needs a `step` and a `kind`."""
@@ -120,28 +180,27 @@ class RunFolder:
             if values["step"] < step or (values["kind"] == "val" and values["step"] == step > 0):
                 kept.append(line)
         interruption: dict[str, Any] = {
-            "time": _now(),
+            "time": now(),
             "resumed_from": step,
             "note": note,
             "dropped_lines": total - len(kept),
         }
         result = self.path / RESULT
         if result.exists():
-            interruption["result"] = _read_object(result)
+            interruption["result"] = read_result(self.path)
         # Noted first: killed in between, the next resume finds the lines still there and cuts again.
-        self.description["interruptions"].append(interruption)
-        write_json(self.path / RUN, self.description)
+        run = read_run(self.path)
+        run = dataclasses.replace(run, interruptions=(*run.interruptions, interruption))
+        write_json(self.path / RUN, plain(run))
         write_atomic(metrics, b"".join(kept))
         with explained(result):
             result.unlink(missing_ok=True)
-        self.log(f"--- resumed from step {step} at {interruption['time']}: {note} ---")
+        self.log(f"--- resumed from step {step} at {interruption['time'].isoformat()}: {note} ---")
 
-    def finish(self, result: Mapping[str, Any]) -> None:
-        """Write result.json: how the run ended, `status` first. A run that went NaN ends too, as failed."""
-        if result.get("status") not in STATUSES:
-            raise ValueError(f"a result has the status {result.get('status')!r}, not one of {STATUSES}")
+    def finish(self, result: Result) -> None:
+        """Write result.json."""
         self.close()
-        write_json(self.path / RESULT, plain({"finished": _now(), **result}))
+        write_json(self.path / RESULT, plain(result))
 
     def close(self) -> None:
         """Make the lines durable. A later `metric` or `log` opens the files again."""
@@ -208,21 +267,20 @@ def _after_last_newline(path: Path) -> int:
 # --- reading --------------------------------------------------------------------------------------
 
 
-def read_run(path: Path) -> dict[str, Any]:
+def read_run(path: Path) -> RunInfo:
     """run.json of the run folder `path`."""
     if not path.is_dir():
         raise UserError(f"There is no run folder {path}. Check the name, or start a new run.")
-    run = _read_object(path / RUN)
-    if not isinstance(run.get("interruptions"), list):
-        raise UserError(f"{path / RUN} is damaged: it has no list of interruptions. Restore it from a copy.")
-    return run
+    if not (path / RUN).exists():
+        raise UserError(f"{path / RUN} is missing, so {path} is no run folder. Start a new run.")
+    return read_json(path / RUN, RunInfo, f"Restore it from a copy, or use the speedrun in {path / SOURCE}.")
 
 
-def read_result(path: Path) -> dict[str, Any]:
+def read_result(path: Path) -> Result:
     """result.json of a run folder; a run that has not ended has none, which is an error here."""
     if not (path / RESULT).exists():
         raise UserError(f"{path} has no {RESULT}: the run has not ended.")
-    return _read_object(path / RESULT)
+    return read_json(path / RESULT, Result, "Restore it from a copy, or train again.")
 
 
 def read_metrics(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
@@ -239,37 +297,18 @@ def read_metrics(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
 
 def _metric_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Each whole line as it stands and as JSON."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
+    if not path.exists():
         return
-    except OSError as e:
-        raise UserError(f"{path} cannot be read: {e.strerror}. Check the file.") from e
+    content = read_bytes(path, "Restore it from a copy, or train again.")
     whole, newline, _torn = content.rpartition(b"\n")
     if not newline:
         return
     for n, line in enumerate(whole.split(b"\n"), start=1):
-        try:
-            values = json.loads(line)
-        except (ValueError, RecursionError):
-            values = None
-        if not isinstance(values, dict) or type(values.get("step")) is not int or "kind" not in values:
-            raise UserError(f"Line {n} of {path} is damaged: {line[:60]!r}. Delete that line.")
+        where = f"Line {n} of {path}"
+        values = decode_json(line, where, "Delete that line.")
+        if type(values.get("step")) is not int or "kind" not in values:
+            raise UserError(f"{where} is damaged: {line[:60]!r}. Delete that line.")
         yield line + b"\n", values
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError as e:
-        raise UserError(f"{path} is missing, so {path.parent} is no run folder. Start a new run.") from e
-    except OSError as e:
-        raise UserError(f"{path} cannot be read: {e.strerror}. Check the file.") from e
-    except (ValueError, RecursionError) as e:
-        raise UserError(f"{path} is damaged: it is not readable JSON. Restore it from a copy.") from e
-    if not isinstance(value, dict):
-        raise UserError(f"{path} is damaged: it is no JSON object. Restore it from a copy.")
-    return value
 
 
 # --- JSON that any reader can read ----------------------------------------------------------------
@@ -287,6 +326,8 @@ def plain(value: Any) -> Any:
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Path | torch.dtype | torch.device):
         return str(value)
+    if isinstance(value, date):  # or a datetime
+        return value.isoformat()
     return value
 
 
@@ -437,5 +478,5 @@ def modules(package: Path = _PACKAGE) -> list[tuple[str, bytes]]:
     return sorted(found, key=lambda one: PurePosixPath(one[0]))
 
 
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
+def now() -> datetime:
+    return datetime.now(UTC).replace(microsecond=0)

@@ -11,7 +11,9 @@ import dataclasses
 import functools
 import math
 from dataclasses import dataclass
+from typing import Literal
 
+from speedrun.checks import AboveZero, Count, Positive, Share, check_fields
 from speedrun.errors import UserError
 from speedrun.model.gpt import Windows
 
@@ -52,74 +54,58 @@ class Stage:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    steps: int = 1000
+    steps: Positive = 1000
     """Scheduled optimizer steps, fixed before the run: no run stops on its validation loss."""
-    extension: int = 0
+    extension: Count = 0
     """Further steps at the lowest learning rate."""
-    rows: int = 8
+    rows: Positive = 8
     """Rows per step."""
-    length: int = 128
+    length: Positive = 128
     """Tokens per row."""
-    warmup: float = 0.02
+    warmup: Share = 0.02
     """Share of the steps over which the learning rate rises linearly."""
-    cooldown: float = 0.5
+    cooldown: Share = 0.5
     """Share of the steps, at the end, over which it falls linearly."""
-    floor: float = 0.0
+    floor: Share = 0.0
     """Learning rate factor that the cooldown falls to."""
-    batch_ramp: tuple[int, ...] = ()
+    batch_ramp: tuple[Positive, ...] = ()
     """Rows per step in equal slots of the steps; empty: always `rows`."""
-    lr_ramp: tuple[float, ...] = ()
+    lr_ramp: tuple[AboveZero, ...] = ()
     """Learning rate factor in equal slots, the cooldown on top of it; empty: always 1."""
-    window_ramp: tuple[int, ...] = ()
+    window_ramp: tuple[Positive, ...] = ()
     """Tokens of the long attention window in equal slots; empty: no windows."""
-    window_cubic: int = 0
+    window_cubic: Count = 0
     """Instead of a ramp: the long window grows to so many tokens, fast, then slowly, then fast; 0 turns it off."""
-    window_block: int = 128
+    window_block: Positive = 128
     """Windows are whole blocks of so many tokens; the short one is half of the long one in blocks, rounded down."""
-    window_short: int = 0
+    window_short: Count = 0
     """Largest short window in tokens; 0: no limit."""
-    window_extension: int = 0
+    window_extension: Count = 0
     """Long window of the extension; 0: the last of the ramp."""
-    window_final: int = 0
+    window_final: Count = 0
     """Long window of the last validation; 0: that of the last step. Rotary positions do not follow it."""
-    momentum_low: float = 0.85
+    momentum_low: Share = 0.85
     """Momentum at the start of its warm-up and towards the end of its cool-down."""
-    momentum_high: float = 0.95
+    momentum_high: Share = 0.95
     """Momentum in between."""
-    momentum_warmup: int = 0
+    momentum_warmup: Count = 0
     """Steps over which Muon's momentum rises."""
-    momentum_cooldown: int = 0
+    momentum_cooldown: Count = 0
     """Steps over which it falls at the end. With neither, it stays at optim.muon.momentum."""
-    predict: int = 1
+    predict: Literal[1, 3] = 1
     """Tokens predicted at the start: 1 or 3. The weights of the second and third fall to 0 on the way."""
-    predict_until: float = 1.0
+    predict_until: Share = 1.0
     """Share of the steps that the schedule of those weights takes; the last third of it predicts one token."""
-    split: float = 0.0
+    split: Share = 0.0
     """Share of the steps after which a tied head becomes a table of its own (model.split); 0: never."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "rows", "length", "window_block"):
-            if getattr(self, name) < 1:
-                raise UserError(f"schedule.{name} is {getattr(self, name)}; it must be at least 1.")
-        for name in (
-            "extension", "window_cubic", "window_short", "window_extension", "window_final", "momentum_warmup",
-            "momentum_cooldown",
-        ):  # fmt: skip
-            if getattr(self, name) < 0:
-                raise UserError(f"schedule.{name} is {getattr(self, name)}; it must not be negative.")
-        for name in ("warmup", "cooldown", "floor", "split", "predict_until", "momentum_low", "momentum_high"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"schedule.{name} is {getattr(self, name)}; it must lie between 0 and 1.")
+        check_fields(self, "schedule.")
         if self.warmup + self.cooldown > 1:
             raise UserError(
                 f"schedule.warmup {self.warmup} and schedule.cooldown {self.cooldown} overlap; "
                 "their sum may be at most 1."
             )
-        for name in ("batch_ramp", "lr_ramp", "window_ramp"):
-            if any(value <= 0 for value in getattr(self, name)):
-                raise UserError(f"schedule.{name} is {getattr(self, name)}; every value must be above 0.")
-        if self.predict not in (1, 3):
-            raise UserError(f"schedule.predict is {self.predict}; it must be 1 or 3.")
         if self.window_cubic and self.window_ramp:
             raise UserError(
                 "schedule.window_cubic and schedule.window_ramp exclude each other; set one of them to 0 or ()."

@@ -5,7 +5,6 @@ is nothing to do until one arrives) and copy (what arrived is put into place). W
 drawn as travelling beside them.
 """
 
-import json
 import platform
 import time
 from collections import defaultdict
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from speedrun.errors import UserError
-from speedrun.files import explained, write_atomic
+from speedrun.files import read_json, write_json
 from speedrun.optim.interleave import Span
 from speedrun.optim.pipeline import Team
 
@@ -76,8 +75,7 @@ def write(path: Path, ranks: Sequence[Steps], about: Mapping[str, Any]) -> None:
                 events.append({"ph": "b", "ts": 1e6 * (start - zero), **same})
                 events.append({"ph": "e", "ts": 1e6 * (end - zero), **same})
     content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {**about, "ranks": len(ranks)}}
-    with explained(path):
-        write_atomic(path, json.dumps(content).encode())
+    write_json(path, content)
 
 
 def flights(spans: Sequence[Span]) -> list[tuple[str, str, float, float]]:
@@ -96,17 +94,15 @@ def flights(spans: Sequence[Span]) -> list[tuple[str, str, float, float]]:
 def read(path: Path) -> Trace:
     """A trace file, or the one in a run folder."""
     file = path / FILE if path.is_dir() else path
-    if not file.exists():
-        raise UserError(f"{file} does not exist; record a trace with `speedrun train --trace`.")
+    content = read_json(file, dict, "Record a trace with `speedrun train --trace`.")
     try:
-        content = json.loads(file.read_text())
         ranks: list[Steps] = [defaultdict(list) for _ in range(content["otherData"]["ranks"])]
         for e in content["traceEvents"]:
             if e["ph"] == "X":
                 start = e["ts"] / 1e6
                 span = Span(e["cat"], e["args"]["item"], e["args"]["op"], start, start + e["dur"] / 1e6)
                 ranks[e["pid"]][e["args"]["step"]].append(span)
-    except (KeyError, TypeError, ValueError, IndexError, UnicodeDecodeError) as e:
+    except (KeyError, TypeError, ValueError, IndexError) as e:
         raise UserError(f"{file} is not a trace that `speedrun train --trace` wrote; record it again.") from e
     if not any(ranks):
         raise UserError(f"{file} has no steps in it; record it again.")
