@@ -14,6 +14,7 @@ import glob
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import sys
@@ -157,9 +158,9 @@ def from_json(value: Mapping[str, Any], kind: type[T], where: str, way_out: str)
     try:
         found = msgspec.convert(stored, kind, dec_hook=_as_path)
     except msgspec.ValidationError as e:
-        what, _, place = str(e).partition(" - at `$")
-        field = place.rstrip("`").lstrip(".")
-        raise UserError(f"{where} is damaged{f' at {field}' if field else ''}: {what.rstrip('.')}. {way_out}") from e
+        what, key, field = re.fullmatch(r"(.*?)(?: - at (`key` in )?`\$\.?(.*)`)?", str(e), re.DOTALL).groups()  # type: ignore[union-attr]
+        place = f" at {'a key of ' if key else ''}{field}" if field else ""
+        raise UserError(f"{where} is damaged{place}: {what.rstrip('.')}. {way_out}") from e
     except RecursionError:
         raise UserError(f"{where} is damaged: its JSON is nested too deeply. {way_out}") from None
     odd = _unknown(stored, msgspec.to_builtins(found, enc_hook=str), "")

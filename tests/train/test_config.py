@@ -65,14 +65,14 @@ def test_a_field_that_came_later_has_its_default() -> None:
     del stored["model"]["smear"]
     assert recipe_from_dict(stored) == recipe
     del stored["name"]  # which always existed
-    with pytest.raises(UserError, match="run.json is damaged: Object missing required field `name`. Restore it."):
+    with pytest.raises(UserError, match=r"run.json is damaged: Object missing required field `name`. Restore it."):
         recipe_from_dict(stored)
 
 
 @pytest.mark.parametrize(
     ("part", "field", "value", "says"),
     [
-        ("model", "wings", 2, "has the field 'model.wings', which this version of speedrun does not know. Restore"),
+        ("schedule", "xyz", 2, "has the field 'schedule.xyz', which this version of speedrun does not know. Restore"),
         ("model", "layer", 2, "'model.layer', which .* does not know. Did you mean 'model.layers'"),
         ("model", "layers", "3", "damaged at model.layers: Expected `int`, got `str`"),
         ("model", "layers", 3.0, "damaged at model.layers: Expected `int`, got `float`"),
@@ -95,7 +95,7 @@ def test_an_older_format_number_is_read_and_a_newer_one_is_not() -> None:
     stored = to_dict(get_recipe("adamw", "pocket"))
     assert recipe_from_dict({**stored, "format": 1}) == recipe_from_dict(stored)
     for number in (0, 2, "1", None, True, 1.0):
-        with pytest.raises(UserError, match="run.json has format .*reads formats up to 1. Update speedrun"):
+        with pytest.raises(UserError, match=r"run.json has format .*reads formats up to 1. Update speedrun"):
             recipe_from_dict({**stored, "format": number})
 
 
