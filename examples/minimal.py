@@ -1,0 +1,184 @@
+"""The whole training in one file: data, model, optimizers, schedule, loop, validation. Read it first.
+
+    speedrun data prepare                          # once: fetches the corpus of the pocket track
+    python examples/minimal.py                     # some minutes on two CPU cores
+    python examples/minimal.py --recipe adamw --seed 1
+
+On a CPU, `speedrun train --compile False` has the same losses, bit for bit: tests/test_examples.py holds it to that.
+Beside the training it has torch.compile, a clock, run folders, checkpoints, several processes, and halves a batch that
+does not fit into memory. Nothing of that is here.
+
+Where to read on, in src/speedrun/:
+
+    recipes/normuon.py    the numbers of the default recipe
+    data/loader.py        how a stream of tokens becomes rows
+    model/gpt.py          the network
+    optim/config.py       which optimizer trains which parameter; optim/muon.py and optim/adam.py have the updates
+    train/schedule.py     learning rate, batch size, windows and momentum, each as a function of the step
+    train/loop.py         this loop, with everything that a timed run needs
+"""
+
+import argparse
+import sys
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from speedrun.data.loader import Batch, Loader, validation_batches
+from speedrun.data.shards import TokenFolder
+from speedrun.errors import UserError
+from speedrun.model.gpt import GPT
+from speedrun.optim.config import build_optimizer, copy_state
+from speedrun.recipes import DEFAULT, LINEAGE, get_recipe
+from speedrun.tracks import get_track
+from speedrun.train.config import Recipe, with_fields
+from speedrun.train.device import Machine, choose
+from speedrun.train.schedule import Stage
+
+PRINT_EVERY = 50  # steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train a GPT on the pocket track.")
+    parser.add_argument("--recipe", default=DEFAULT, help=f"one of: {', '.join(LINEAGE)} (default: {DEFAULT})")
+    parser.add_argument("--seed", type=int, default=0, help="draws the initial weights and the order of the rows")
+    parser.add_argument("--steps", type=int, help="scheduled steps, for a short try; an extension comes on top")
+    args = parser.parse_args()
+
+    # A track is what must be reached: tokens and a target loss. A recipe is how: model, optimizers, schedule.
+    track = get_track("pocket")
+    recipe = get_recipe(args.recipe, track.name)
+    if args.steps is not None:
+        recipe = with_fields(recipe, {"schedule.steps": args.steps})
+    tokens = track.locate()
+    machine = choose(attention="sdpa")  # a GPU if there is one; this attention works well without torch.compile
+
+    _, _, val_losses = train(recipe, tokens, machine, args.seed)
+    final = val_losses[recipe.schedule.total]
+    assert track.target is not None  # only tracks made of one's own text may have none
+    reached = "reached" if final <= track.target else "not reached"
+    print(f"final validation loss {final:.4f}, target {track.target}: {reached}")
+
+
+def train(
+    recipe: Recipe, tokens: TokenFolder, machine: Machine, seed: int
+) -> tuple[GPT, list[float], dict[int, float]]:
+    """Returns the model, the training loss of every step, and validation losses by the number of steps done."""
+    # Data. An endless source of batches; their order follows from the seed.
+    loader = Loader(tokens.shards("train"), recipe.loader, bos=tokens.bos, vocab_size=tokens.vocab_size, seed=seed)
+
+    # Model. The weights are drawn on the CPU, so that a seed means the same on every device.
+    torch.manual_seed(seed)
+    model = GPT(recipe.model, recipe.context, machine.attention).to(machine.device)
+    if recipe.optim.weights != "float32":  # half the memory; the optimizer may keep the bits that bfloat16 lacks
+        model.store_matrices(torch.bfloat16)
+
+    # Optimizers. Muon or NorMuon for the matrices inside the blocks, Adam for all else; they step as one.
+    optimizer = build_optimizer(model.named_parameters(), recipe.optim)
+
+    # Schedule. All that changes during a run is in schedule.at(step). The number of steps is fixed beforehand: a run
+    # that stops as soon as its loss looks good has picked a lucky moment.
+    schedule = recipe.schedule
+    validations = recipe.validation.moments(schedule.total)
+
+    train_losses: list[float] = []
+    val_losses: dict[int, float] = {}
+    for step in range(schedule.total + 1):
+        if step in validations:
+            val_losses[step] = validate(model, recipe, tokens, machine, done=step)
+            print(f"step {step}/{schedule.total}  validation loss {val_losses[step]:.4f}", flush=True)
+        if step == schedule.total:
+            break
+
+        stage = schedule.at(step)
+        batch = loader.next(stage.rows, stage.length)
+
+        # Forward and backward. The model gives the sum over the tokens; dividing by their number makes it the mean.
+        loss = loss_sum(model, batch, stage, machine) / count_targets(batch)
+        loss.backward()
+        if recipe.optim.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), recipe.optim.clip)
+
+        # The schedule gives factors; every group of parameters has a learning rate of its own.
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * stage.lr
+            if stage.momentum is not None and "momentum" in group:  # Muon's; Adam's groups have betas
+                group["momentum"] = stage.momentum
+        optimizer.step()
+        optimizer.zero_grad()
+
+        # Some recipes train one table as embedding and head, and part them on the way. The head also gets what the
+        # optimizer knows about the table: its averages of earlier gradients.
+        if stage.splits and model.head is not None:
+            model.split_head()
+            copy_state(optimizer, model.embed, model.head)
+
+        train_losses.append(loss.item())
+        if step % PRINT_EVERY == 0:
+            print(f"step {step}/{schedule.total}  train loss {train_losses[step]:.4f}", flush=True)
+    return model, train_losses, val_losses
+
+
+@torch.no_grad()
+def validate(model: GPT, recipe: Recipe, tokens: TokenFolder, machine: Machine, done: int) -> float:
+    """Mean loss over every token of the validation split, after `done` steps."""
+    # Whatever training predicts, what counts is the next token.
+    stage = replace(recipe.schedule.after(done), predict=(1.0,))
+    batches = validation_batches(
+        tokens.shards("val"),
+        rows=recipe.validation.rows,
+        length=recipe.validation.length,
+        bos=tokens.bos,
+        vocab_size=tokens.vocab_size,
+        packing=recipe.loader.packing,
+        max_document=recipe.loader.max_document,
+    )
+    total, count = 0.0, 0
+    for batch in batches:
+        total += loss_sum(model, batch, stage, machine).item()
+        count += count_targets(batch)
+    return total / count
+
+
+def loss_sum(model: GPT, batch: Batch, stage: Stage, machine: Machine) -> Tensor:
+    """The forward pass: the sum of the losses of all tokens of a batch."""
+    device = machine.device
+    documents = document_numbers(batch)
+    # Attention looks only so many tokens back, further and further during a run; YaRN fits the positions to it.
+    # `for_rows` puts windows in the form that `speedrun train` computes with, so that the last bits agree.
+    windows = None if stage.windows is None else stage.windows.for_rows(batch.inputs.shape[1], device)
+    model.stretch(stage.windows_so_far)
+    with machine.arithmetic():  # bfloat16 where the chip is fast at it
+        loss: Tensor = model(
+            batch.inputs.to(device),
+            batch.targets.to(device),
+            None if documents is None else documents.to(device),
+            windows,
+            torch.tensor(stage.predict, device=device),  # weights of the losses of the next, second next... token
+            stage.tied,
+        )
+    return loss
+
+
+def count_targets(batch: Batch) -> int:
+    """How many tokens are predicted; -1 marks positions that only fill up the last rows of the validation."""
+    return int((batch.targets >= 0).sum())
+
+
+def document_numbers(batch: Batch) -> Tensor | None:
+    """Numbers the documents of each row (0 0 0 1 1 2 ...): attention stays inside a document."""
+    if batch.starts is None:
+        return None
+    begins = torch.zeros_like(batch.inputs)
+    for row, starts in enumerate(batch.starts):
+        begins[row, torch.from_numpy(starts[1:])] = 1
+    return begins.cumsum(1)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as e:  # a mistake of the person who started this: one sentence, no traceback
+        print(f"minimal.py: {e}", file=sys.stderr)
+        sys.exit(2)

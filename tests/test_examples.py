@@ -1,0 +1,143 @@
+"""The example is the package's loop without all that surrounds it, so each must have the losses of the other."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from examples.minimal import train
+
+from speedrun.data.shards import TokenFolder
+from speedrun.recipes import LINEAGE, get_recipe
+from speedrun.train.config import Recipe, with_fields
+from speedrun.train.device import choose
+from speedrun.train.loop import Options, Trainer
+from speedrun.train.progress import Report
+from speedrun.train.runlog import RunFolder, read_metrics
+from tests.conftest import make_token_folder
+
+ROOT = Path(__file__).parents[1]
+FILE = ROOT / "examples" / "minimal.py"
+SEED = 3
+AS_WIDE_AS_THEY_ARE = ("muon", "normuon")
+# What no recipe of the lineage has, but the loop obeys.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "clipped gradients": ("muon", {"optim.clip": 0.1}),
+    "other rows in validation": ("adamw", {"validation.first": False, "validation.length": 64}),
+}
+
+
+def short(name: str) -> Recipe:
+    """The pocket recipe with everything that its schedule does in a few steps of a few rows."""
+    base, changes = VARIANTS.get(name, (name, {}))
+    recipe = get_recipe(base, "pocket")
+    s = recipe.schedule
+    few: dict[str, Any] = {
+        "schedule.steps": 7,
+        "schedule.extension": min(2, s.extension),
+        "schedule.rows": 2,
+        "schedule.batch_ramp": s.batch_ramp and (1, 2, 3),
+        "schedule.momentum_warmup": min(3, s.momentum_warmup),
+        "schedule.momentum_cooldown": min(3, s.momentum_cooldown),
+        "optim.snoo.k": min(3, recipe.optim.snoo.k),
+        "validation.every": 4,
+        "validation.rows": 3,
+    }
+    if s.window_ramp:  # a window beyond the 97 tokens of a document would change nothing
+        few |= {"schedule.window_ramp": (16, 32, 48), "schedule.window_extension": 64, "schedule.window_final": 96}
+    if s.window_cubic:
+        few |= {"schedule.window_cubic": 64, "schedule.window_block": 16}
+    if name not in AS_WIDE_AS_THEY_ARE:
+        few |= {"model.width": 32, "model.heads": 2}
+    return with_fields(recipe, few | changes)
+
+
+def test_everything_happens_in_the_few_steps() -> None:
+    s = short("normuon").schedule
+    stages = [s.at(step) for step in range(s.total)]
+    momentum = [stage.momentum or 0.0 for stage in stages]
+    assert momentum[0] < momentum[3] > momentum[-1]
+    assert [w.long for w in dict.fromkeys(stage.windows for stage in stages) if w] == [16, 32, 48, 64]
+    final = s.after(s.total).windows
+    assert final is not None
+    assert final.long == 96
+    s = short("interleaved").schedule
+    stages = [s.at(step) for step in range(s.total)]
+    assert {len(stage.predict) for stage in stages} == {1, 2, 3}
+    assert {stage.rows for stage in stages} == {1, 2, 3}
+    assert any(stage.splits for stage in stages[:-1])
+
+
+@pytest.mark.parametrize("name", [*LINEAGE, *VARIANTS])
+def test_the_package_has_the_losses_and_weights_of_the_example_bit_for_bit(
+    name: str, tokens: TokenFolder, tmp_path: Path
+) -> None:
+    recipe, machine = short(name), choose("cpu", "float32", threads=1)
+    model, train_losses, val_losses = train(recipe, tokens, machine, SEED)
+    assert len(train_losses) == recipe.schedule.total
+    assert list(val_losses) == recipe.validation.moments(recipe.schedule.total)
+    assert train_losses[-1] < train_losses[0], "it learns"
+
+    folder = RunFolder.create(tmp_path / "run", {"recipe": name}, console=lambda line: None)
+    options = Options(seed=SEED, compile=False, final_checkpoint=False)
+    trainer = Trainer(recipe, tokens, machine, options, folder, Report(recipe.schedule.total, quiet=True))
+    assert trainer.run()["status"] == "ok"
+    assert [m["loss"] for m in read_metrics(folder.path, "train")] == train_losses
+    assert {m["step"]: m["loss"] for m in read_metrics(folder.path, "val")} == val_losses
+    weights, expected = dict(model.named_parameters()), dict(trainer.model.named_parameters())
+    assert weights.keys() == expected.keys()
+    assert [name for name in weights if not torch.equal(weights[name], expected[name])] == []
+
+
+def test_it_runs_as_a_user_runs_it(tmp_path: Path) -> None:
+    """In a process where the small tokens are those of the pocket track."""
+    files = {n: f.sha256 for n, f in make_token_folder(tmp_path / "home" / "pocket").files.items()}
+    (tmp_path / "sitecustomize.py").write_text(f"from speedrun.data import pocket\npocket.POCKET_FILES = {files}\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "examples/minimal.py", "--recipe", "muon", "--steps", "2"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path, "SPEEDRUN_HOME": str(tmp_path / "home"), "OMP_THREAD_LIMIT": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    loss = r"(\d\.\d{4})"
+    assert re.fullmatch(
+        rf"step 0/2  validation loss {loss}\nstep 0/2  train loss {loss}\nstep 2/2  validation loss {loss}\n"
+        rf"final validation loss \3, target 4.31: reached\n",
+        done.stdout,
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--recipe", "normoun"], "Unknown recipe 'normoun'. Did you mean 'normuon'?"),
+        (["--steps", "0"], "schedule.steps is 0; it must be at least 1."),
+        ([], "pocket data is not prepared; run `speedrun data prepare`"),
+    ],
+)
+def test_a_mistake_is_told_in_one_sentence(
+    args: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(FILE), *args])
+    monkeypatch.setenv("SPEEDRUN_HOME", str(tmp_path))
+    with pytest.raises(SystemExit) as exit:
+        runpy.run_path(str(FILE), run_name="__main__")
+    assert exit.value.code == 2
+    assert capsys.readouterr() == ("", f"minimal.py: {said}\n")
+
+
+def test_it_stays_short() -> None:
+    assert len(FILE.read_text().splitlines()) <= 250
