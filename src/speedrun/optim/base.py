@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from speedrun.optim.exact_bf16 import checksum, join, split
-from speedrun.optim.sharded import is_sharded, local_of
+from speedrun.optim.sharded import is_sharded, largest, local_of, meshes_of
 
 Group = dict[str, Any]
 Loss = TypeVar("Loss")
@@ -145,40 +145,9 @@ class SpeedrunOptimizer(Optimizer):
                 whole = p if is_sharded(p) else None
                 yield Work(local_of(p), local_of(p.grad), self.state[p], group, index, name, whole)
 
-    @torch.no_grad()
     def check_gradients(self, work: list[Work] | None = None) -> float | Tensor:
-        """Refuse gradients that are not finite, before anything has changed.
-
-        On a CPU the error comes at once and names the parameter. Reading a GPU's answer would make it wait, so there
-        the update is multiplied by the answer (0 leaves everything as it was) and the error comes with the next step.
-        """
-        self._raise_last()
-        work = list(self._work()) if work is None else work
-        if not work:
-            return 1.0
-        if work[0].param.device.type != "cpu":
-            finite = torch.stack([w.grad.sum().isfinite() for w in work]).all()
-            finite = self._everywhere(finite)
-            self._ask_later(finite)
-            return finite.float()
-        bad = torch.tensor([not all_finite(w.grad) for w in work], dtype=torch.int32)
-        if any(w.sharded is not None for w in work):  # then no rank may stop alone
-            torch.distributed.all_reduce(bad, torch.distributed.ReduceOp.MAX)
-        for w, is_bad in zip(work, bad.tolist(), strict=True):
-            if is_bad:
-                raise NonFiniteGradient(
-                    f"The gradient of {w.name} is not finite (NaN or infinite); no weight was changed. "
-                    "Skip this step, lower the learning rate, or clip the gradients."
-                )
-        return 1.0
-
-    def _everywhere(self, finite: Tensor) -> Tensor:
-        """The same answer on every rank, so that no rank steps alone."""
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            answer = finite.to(torch.int32)
-            torch.distributed.all_reduce(answer, torch.distributed.ReduceOp.MIN)
-            return answer.bool()
-        return finite
+        """Refuse gradients that are not finite, before anything has changed; see `check_together`."""
+        return check_together([self], work)
 
     def _ask_later(self, finite: Tensor) -> None:
         """Let the answer travel to the CPU while the GPU works on; the next step reads it."""
@@ -450,6 +419,44 @@ def named(group: Group, number: int) -> Iterator[tuple[str, Tensor]]:
     names: Sequence[str] | None = group.get("param_names")
     for index, p in enumerate(group["params"]):
         yield (names[index] if names else f"parameter {index} of group {number} {tuple(p.shape)}"), p
+
+
+@torch.no_grad()
+def check_together(optimizers: Sequence[SpeedrunOptimizer], work: list[Work] | None = None) -> float | Tensor:
+    """Refuse gradients that are not finite, before any of `optimizers` has changed anything.
+
+    On a CPU the error comes at once and names the parameter. Reading a GPU's answer would make it wait, so there the
+    update is multiplied by the answer (0 leaves everything as it was) and the error comes with the next step.
+
+    Ranks talk about it only if there are DTensors, and only to the ranks of the DTensors' meshes: a model that other
+    ranks train, or the next stage of a pipeline, may step at another time.
+    """
+    for optimizer in optimizers:
+        optimizer._raise_last()
+    work = [w for optimizer in optimizers for w in optimizer._work()] if work is None else work
+    # Of all parameters, not only of those in `work`: a rank without gradients must answer, too.
+    meshes = meshes_of(p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    rank = torch.distributed.get_rank() if meshes else 0
+    if answers_at_once(work):
+        bad = next((w.name for w in work if not all_finite(w.grad)), None)
+        where = int(largest(torch.tensor(rank + 1 if bad else 0, dtype=torch.int32), meshes))  # 0: nowhere
+        if bad or where:
+            raise NonFiniteGradient(
+                (f"The gradient of {bad} is" if bad else f"A gradient on rank {where - 1}, whose error names it, is")
+                + " not finite (NaN or infinite); no weight was changed. "
+                "Skip this step, lower the learning rate, or clip the gradients."
+            )
+        return 1.0
+    finite = torch.stack([w.grad.sum().isfinite() for w in work]).all()
+    if meshes:
+        finite = largest(finite.logical_not().int(), meshes) == 0
+    optimizers[0]._ask_later(finite)
+    return finite.float()
+
+
+def answers_at_once(work: list[Work]) -> bool:
+    """Whether asking for a value makes nobody wait: on a CPU."""
+    return not work or work[0].param.device.type == "cpu"
 
 
 def all_finite(g: Tensor) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from speedrun.optim.base import Group, SpeedrunOptimizer
+from speedrun.optim.base import Group, SpeedrunOptimizer, check_together
 
 Loss = TypeVar("Loss")
 
@@ -95,12 +95,10 @@ class Combined(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         checking = [o for o in self.optimizers if isinstance(o, SpeedrunOptimizer)]
-        answers = [optimizer.check_gradients() for optimizer in checking]
-        together: float | Tensor = 1.0
-        for answer in answers:
-            together = answer * together
-        for checked in checking:
-            checked._answer = together
+        if checking:
+            answer = check_together(checking)
+            for checked in checking:
+                checked._answer = answer
         for optimizer in self.optimizers:
             optimizer.step()
         return loss
