@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from speedrun.optim.exact_bf16 import checksum, join, split
-from speedrun.optim.sharded import is_sharded, largest, local_of, meshes_of
+from speedrun.optim.sharded import is_sharded, largest, local_of, meshes_of, refuse_state
 
 Group = dict[str, Any]
 Loss = TypeVar("Loss")
@@ -269,8 +269,20 @@ class SpeedrunOptimizer(Optimizer):
                 sums[p] = self._unproven.get(p, checksum(p))
         return sums
 
+    def _refuse_sharded(self, name: str, p: Tensor) -> None:
+        if is_sharded(p):
+            kept = f"{type(self).__name__} keeps plain tensors for this rank's part"
+            raise refuse_state(name, f"{kept}, of which a checkpoint gives one rank's to all")
+
     def state_dict(self) -> dict[str, Any]:
-        """Torch's layout. The state of an exact bfloat16 weight says in `checksum` which bits it belongs to."""
+        """Torch's layout. The state of an exact bfloat16 weight says in `checksum` which bits it belongs to.
+
+        ValueError if a DTensor has state, which is a plain tensor here. torch.distributed.checkpoint takes plain tensors
+        to be the same on all ranks: it writes one rank's and gives it to all.
+        """
+        for name, p, _ in self._named():
+            if self.state.get(p):
+                self._refuse_sharded(name, p)
         sums = self._checksums()
         for p, value in sums.items():
             self.state[p]["checksum"] = value
@@ -341,6 +353,8 @@ class SpeedrunOptimizer(Optimizer):
             new_groups.append(fresh)
             for (name, p), i in zip(own, ids, strict=True):
                 if i in state_dict["state"]:
+                    if state_dict["state"][i]:
+                        self._refuse_sharded(name, p)
                     state[position] = state_dict["state"][i]
                     self._check_state(name, p, group, state[position])
                 position += 1

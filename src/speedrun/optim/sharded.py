@@ -57,3 +57,11 @@ def largest(value: Tensor, meshes: Iterable[Any]) -> Tensor:
         for group in mesh.get_all_groups():
             torch.distributed.all_reduce(value, torch.distributed.ReduceOp.MAX, group=group)
     return value
+
+
+def refuse_state(name: str, why: str) -> ValueError:
+    """For the state of a DTensor on its way into or out of a checkpoint, of a replicated one, too."""
+    return ValueError(
+        f"The state of {name} cannot be saved or loaded: it is a DTensor (fully_shard, tensor parallelism), and {why}. "
+        "Save the weights alone, use torch.optim.AdamW for such parameters, or train with Interleaved or DDP instead."
+    )
