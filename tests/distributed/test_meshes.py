@@ -45,10 +45,7 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> Non
 
 
 def weights(net: nn.Module) -> list[Tensor]:
-    return [
-        p.full_tensor().clone() if isinstance(p, DTensor) else p.detach().clone()  # type: ignore[redundant-expr]
-        for p in net.parameters()
-    ]
+    return [p.full_tensor().clone() if isinstance(p, DTensor) else p.detach().clone() for p in net.parameters()]
 
 
 def on(number: int) -> range:
@@ -116,7 +113,7 @@ def grid(rank: int, size: int) -> list[str]:
         ordinary.grad = torch.eye(4)
         if rank == 0:
             target = {"all four": wide, "a pair": narrow, "ordinary": ordinary}[spoilt].grad
-            (target.to_local() if isinstance(target, DTensor) else target).fill_(float("inf"))  # type: ignore[union-attr]
+            (target.to_local() if isinstance(target, DTensor) else target).fill_(float("inf"))
         members = Adam([narrow, ordinary]), Muon([wide])
         with pytest.raises(NonFiniteGradient) as e:
             Combined(*members).step()

@@ -214,7 +214,7 @@ def test_a_contiguous_state_goes_into_a_channels_last_model() -> None:
     a, b = Adam(ours.parameters(), lr=0.01), torch.optim.AdamW(theirs.parameters(), lr=0.01, weight_decay=0)
     train(ours, a, range(3))
     train(theirs, b, range(6))
-    other = conv_net().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    other = conv_net().to(memory_format=torch.channels_last)
     other.load_state_dict(ours.state_dict())
     c = Adam(other.parameters(), lr=0.01)
     c.load_state_dict(a.state_dict())
@@ -226,7 +226,7 @@ def test_a_model_may_become_channels_last_between_two_steps() -> None:
     ours, theirs = conv_net(), conv_net()
     a, b = Adam(ours.parameters(), lr=0.01), torch.optim.AdamW(theirs.parameters(), lr=0.01, weight_decay=0)
     train(ours, a, range(3))
-    ours.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    ours.to(memory_format=torch.channels_last)
     train(ours, a, range(3, 6))
     train(theirs, b, range(6))
     assert_same(ours, theirs)
@@ -251,7 +251,7 @@ def test_the_fused_kernel_is_taken_for_one_dense_layout(tensors, same) -> None:
 
 
 def test_channels_last_throughout_keeps_the_fused_kernel() -> None:
-    net = conv_net().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    net = conv_net().to(memory_format=torch.channels_last)
     optimizer = Adam(net.parameters())
     train(net, optimizer, range(1))
     assert all(optimizer._fits_fused(w, 1.0) for w in optimizer._work())

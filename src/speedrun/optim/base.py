@@ -277,8 +277,8 @@ class SpeedrunOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Torch's layout. The state of an exact bfloat16 weight says in `checksum` which bits it belongs to.
 
-        ValueError if a DTensor has state, which is a plain tensor here. torch.distributed.checkpoint takes plain tensors
-        to be the same on all ranks: it writes one rank's and gives it to all.
+        ValueError if a DTensor has state, which is a plain tensor here. torch.distributed.checkpoint takes plain
+        tensors to be the same on all ranks: it writes one rank's and gives it to all.
         """
         for name, p, _ in self._named():
             if self.state.get(p):
