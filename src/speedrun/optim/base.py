@@ -123,10 +123,16 @@ class SpeedrunOptimizer(Optimizer):
     @torch.compiler.disable  # its matrix products gain nothing, and a changed learning rate would recompile it
     @torch.no_grad()
     def _step(self) -> None:
-        work = list(self._work())
-        finite = self.check_gradients(work) if self._answer is None else self._answer
-        self._answer = None
+        try:
+            work = list(self._work())
+            finite = self.check_gradients(work) if self._answer is None else self._answer
+        finally:
+            self._end_check()
         self._update(work, finite)
+
+    def _end_check(self) -> None:
+        """What a check has found holds for one step alone."""
+        self._answer = None
 
     def _update(self, work: list[Work], finite: float | Tensor) -> None:
         """Change states and weights. `finite` is 1, or on a GPU a tensor: 0 there must leave everything as it was."""

@@ -6,7 +6,7 @@
 Its groups are the groups of its members (the same dicts), so schedulers and a person's own changes reach them.
 """
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any, TypeVar
 
 import torch
@@ -94,13 +94,18 @@ class Combined(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        checking = [o for o in self.optimizers if isinstance(o, SpeedrunOptimizer)]
-        if checking:
-            answer = check_together(checking)
+        # Those with an answer are in a `Combined` around this one, which has checked them.
+        checking = [o for o in checked_in(self.optimizers) if o._answer is None]
+        try:
+            if checking:
+                answer = check_together(checking)
+                for checked in checking:
+                    checked._answer = answer
+            for optimizer in self.optimizers:
+                optimizer.step()
+        finally:
             for checked in checking:
-                checked._answer = answer
-        for optimizer in self.optimizers:
-            optimizer.step()
+                checked._end_check()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -186,6 +191,19 @@ class Combined(Optimizer):
         self.optimizers = state["optimizers"]
         super().__setstate__({"defaults": state["defaults"], "state": {}, "param_groups": []})
         self._share()
+
+
+def checked_in(optimizers: Iterable[Optimizer]) -> Iterator[SpeedrunOptimizer]:
+    """Those that check their gradients, wherever they are: also in a member that combines others, and inside a Snoo."""
+    from speedrun.optim.outer import Snoo  # which imports this module
+
+    for optimizer in optimizers:
+        if isinstance(optimizer, SpeedrunOptimizer):
+            yield optimizer
+        elif isinstance(optimizer, Combined):
+            yield from checked_in(optimizer.optimizers)
+        elif isinstance(optimizer, Snoo):
+            yield from checked_in([optimizer.optimizer])
 
 
 class Plain:
