@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from speedrun.optim.exact_bf16 import checksum, join, split
-from speedrun.optim.sharded import is_sharded, largest, local_of, meshes_of, refuse_state
+from speedrun.optim.sharded import is_sharded, largest, local_of, meshes_of, placed_as, refuse_state
 
 Group = dict[str, Any]
 Loss = TypeVar("Loss")
@@ -68,6 +68,7 @@ class SpeedrunOptimizer(Optimizer):
         self._unproven: dict[Tensor, int] = {}  # checksum of the weight to which a loaded remainder belongs
         self._flag: tuple[Tensor, Any] | None = None  # on a GPU: whether the gradients of the last step were finite
         self._answer: float | Tensor | None = None  # of a check that `Combined` has made already for this step
+        self._placed: dict[Any, Tensor] = {}  # gradients that ranks have exchanged already for this step
         super().__init__(params, defaults)
 
     # ---------------------------------------------------------------- groups
@@ -133,6 +134,7 @@ class SpeedrunOptimizer(Optimizer):
     def _end_check(self) -> None:
         """What a check has found holds for one step alone."""
         self._answer = None
+        self._placed.clear()
 
     def _update(self, work: list[Work], finite: float | Tensor) -> None:
         """Change states and weights. `finite` is 1, or on a GPU a tensor: 0 there must leave everything as it was."""
@@ -149,7 +151,23 @@ class SpeedrunOptimizer(Optimizer):
                         "create the embedding with sparse=False."
                     )
                 whole = p if is_sharded(p) else None
-                yield Work(local_of(p), local_of(p.grad), self.state[p], group, index, name, whole)
+                part, grad = local_of(p), self._grad_of(p)
+                if grad.shape != part.shape or (whole is None and is_sharded(p.grad)):
+                    raise ValueError(
+                        f"The gradient of {name} is not cut as the parameter is: one of them is no DTensor, or they "
+                        "are on different meshes. Let backward() make the gradient, or make both DTensors of one mesh."
+                    )
+                yield Work(part, grad, self.state[p], group, index, name, whole)
+
+    def _grad_of(self, p: Any) -> Tensor:
+        """The gradient of this rank's part of `p`, exchanged between ranks if it lies otherwise than `p`."""
+        if not (is_sharded(p) and is_sharded(p.grad)) or p.grad.placements == p.placements:
+            return local_of(p.grad)
+        # The check of `Combined` comes before a member's hooks, which may change the gradient: its versions tell.
+        key = p.grad, p.grad._version, local_of(p.grad)._version
+        if key not in self._placed:
+            self._placed[key] = placed_as(p.grad, p)
+        return self._placed[key]
 
     def check_gradients(self, work: list[Work] | None = None) -> float | Tensor:
         """Refuse gradients that are not finite, before anything has changed; see `check_together`."""
@@ -431,7 +449,7 @@ class SpeedrunOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         sums = state.pop("_sums", {})
         super().__setstate__(state)
-        self._versions, self._unproven, self._flag, self._answer = {}, dict(sums), None, None
+        self._versions, self._unproven, self._flag, self._answer, self._placed = {}, dict(sums), None, None, {}
 
 
 def named(group: Group, number: int) -> Iterator[tuple[str, Tensor]]:

@@ -22,6 +22,15 @@ def local_of(p: Any) -> Tensor:
     return local
 
 
+def placed_as(grad: Any, p: Any) -> Tensor:
+    """This rank's part of a gradient, laid out as its DTensor. All ranks of its mesh must call this, no others.
+
+    Under `SequenceParallel` a weight is the same on all ranks, and each has only a share of the gradient's sum.
+    """
+    local: Tensor = grad.redistribute(p.device_mesh, p.placements).to_local()
+    return local
+
+
 def whole_of(part: Tensor, like: Any) -> Tensor:
     """The parts of all ranks as one tensor, laid out as `like`. All ranks must call this."""
     from torch.distributed.tensor import DTensor
