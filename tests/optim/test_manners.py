@@ -432,9 +432,10 @@ def test_it_works_under_ddp(tmp_path: Path) -> None:
     script.write_text(DDP)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
     repo = Path(__file__).parents[2]
+    paths = os.pathsep.join([str(repo / "src"), str(repo)])  # or an installed package would be tested instead
     subprocess.run(
         [*command, str(tmp_path / "out.pt")],
-        check=True, capture_output=True, cwd=repo, env={**os.environ, "PYTHONPATH": str(repo), "OMP_NUM_THREADS": "1"},
+        check=True, capture_output=True, cwd=repo, env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     alone = fresh()
     train(alone, build("snoo", alone), range(4))

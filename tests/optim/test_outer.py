@@ -108,3 +108,33 @@ def test_combined_refuses_a_state_with_other_groups() -> None:
         long.load_state_dict(short.state_dict())
     with pytest.raises(ValueError, match="1 more groups"):
         short.load_state_dict(long.state_dict())
+
+
+@pytest.mark.parametrize("inner", [Combined, Snoo, lambda o: Combined(Snoo(Combined(o)))])
+def test_combined_checks_all_gradients_first_however_deep_they_are(inner) -> None:
+    params = parameters([(2, 2), (3, 2)])
+    before = [p.detach().clone() for p in params]
+    adam, muon = Adam([("one", params[0])]), Muon([("two", params[1])])
+    both = Combined(adam, inner(muon))
+    give(params, 0)
+    params[1].grad[0, 0] = float("nan")  # type: ignore[index]
+    with pytest.raises(ValueError, match="The gradient of two is not finite"):
+        both.step()
+    assert all(map(torch.equal, params, before))
+    assert not any(any(o.state.values()) for o in (adam, muon))
+    give(params, 1)
+    both.step()
+    assert not any(map(torch.equal, params, before))
+
+
+def test_a_member_checks_for_itself_after_a_step_that_another_one_broke_off() -> None:
+    params = parameters([(2, 2), (3, 2)])
+    breaks, adam = torch.optim.SGD([params[0]]), Adam([("two", params[1])])
+    hook = breaks.register_step_pre_hook(lambda *_: 1 / 0)
+    give(params, 0)
+    with pytest.raises(ZeroDivisionError):
+        Combined(breaks, adam).step()
+    hook.remove()
+    params[1].grad[0, 0] = float("nan")  # type: ignore[index]
+    with pytest.raises(ValueError, match="The gradient of two is not finite"):
+        adam.step()

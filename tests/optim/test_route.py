@@ -100,3 +100,45 @@ def test_nothing_for_muon_is_an_error_with_the_table() -> None:
 def test_mistaken_overrides_are_refused(override, sentence) -> None:
     with pytest.raises(ValueError, match=sentence):
         route(Odd(), override=override)
+
+
+def tiny_gpt2() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    return transformers.GPT2Model(transformers.GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=2, n_head=2))
+
+
+def test_weights_that_are_stored_transposed_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^h\.0\.attn\.c_attn is a Conv1D of transformers") as e:
+        route(tiny_gpt2())
+    assert "Replace it by an nn.Linear with the transposed weight" in str(e.value)
+    assert 'override={"*c_attn.weight": "adam"}' in str(e.value)
+    others = {"h.*.attn.*": "adam", "h.*.mlp.c_proj.weight": "frozen"}
+    with pytest.raises(ValueError, match=r"^h\.0\.mlp\.c_fc is a Conv1D"):
+        route(tiny_gpt2(), override=others)
+    with pytest.raises(ValueError, match=r"^h\.0\.mlp\.c_fc is a Conv1D"):  # not even if asked for
+        route(tiny_gpt2(), override={**others, "h.*.mlp.c_fc.weight": "muon"})
+    with pytest.raises(ValueError, match=r"^The model is a Conv1D"):
+        route(tiny_gpt2().h[0].mlp.c_fc)
+
+
+def test_the_ways_out_for_transposed_weights() -> None:
+    model = tiny_gpt2()
+    chosen = places(model, override={"h.*.attn.*": "adam", "h.*.mlp.c_proj.weight": "adam", "h.*.c_fc.weight": "frozen",
+                                     "wpe.weight": "muon"})  # fmt: skip
+    assert chosen["h.1.mlp.c_proj.weight"] == "adam"
+    for path, module in list(model.named_modules()):
+        if type(module).__name__ == "Conv1D":
+            inputs, outputs = module.weight.shape
+            linear = nn.Linear(inputs, outputs)
+            linear.weight.data.copy_(module.weight.T)
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, linear)
+    assert places(model)["h.1.mlp.c_proj.weight"] == "muon"
+
+
+def test_torchs_own_convolutions_are_not_transposed() -> None:
+    class Conv1D(nn.Conv1d):
+        """Only the name is the same."""
+
+    model = nn.Sequential(nn.Conv1d(4, 8, 3), Conv1D(8, 4, 3))
+    assert places(model) == {"0.weight": "muon", "0.bias": "adam", "1.weight": "muon", "1.bias": "adam"}

@@ -7,6 +7,7 @@ With its defaults it is torch's AdamW without decay, and torch's fused kernel do
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -144,7 +145,8 @@ class Adam(SpeedrunOptimizer):
         group = w.group
         plain = not group["row_beta1"] and not (group["decay"] == "cautious" and group["weight_decay"])
         same = w.grad.dtype == w.param.dtype == torch.float32 and w.param.device.type == "cpu"
-        return plain and same and isinstance(finite, float)
+        tensors = w.param, w.grad, w.state["exp_avg"], w.state["exp_avg_sq"]
+        return plain and same and isinstance(finite, float) and share_layout(tensors)
 
     def _fused(self, numbers: tuple[float, ...], members: list[Work]) -> None:
         lr, beta1, beta2, eps, decay = numbers
@@ -199,3 +201,21 @@ class Adam(SpeedrunOptimizer):
         row_beta = beta1 * (state["row_rate"] / (1 - beta2**t))
         state["row_bias"].mul_(row_beta)
         return row_beta, 1 - state["row_bias"]
+
+
+def share_layout(tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors of one shape are dense and have their elements in the same order in memory.
+
+    torch's fused CPU kernel walks memory from the first element on and reads no strides.
+    """
+    if all(x.is_contiguous() for x in tensors):  # also where strides of dimensions of size 1 differ
+        return True
+    strides = {tuple((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1) for x in tensors}
+    if len(strides) > 1:
+        return False
+    dense = 1
+    for stride, size in sorted(strides.pop()):
+        if stride != dense:
+            return False
+        dense *= size
+    return True

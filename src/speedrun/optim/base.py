@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from speedrun.optim.exact_bf16 import checksum, join, split
-from speedrun.optim.sharded import is_sharded, local_of
+from speedrun.optim.sharded import is_sharded, largest, local_of, meshes_of, placed_as, refuse_state
 
 Group = dict[str, Any]
 Loss = TypeVar("Loss")
@@ -68,6 +68,7 @@ class SpeedrunOptimizer(Optimizer):
         self._unproven: dict[Tensor, int] = {}  # checksum of the weight to which a loaded remainder belongs
         self._flag: tuple[Tensor, Any] | None = None  # on a GPU: whether the gradients of the last step were finite
         self._answer: float | Tensor | None = None  # of a check that `Combined` has made already for this step
+        self._placed: dict[Any, Tensor] = {}  # gradients that ranks have exchanged already for this step
         super().__init__(params, defaults)
 
     # ---------------------------------------------------------------- groups
@@ -123,10 +124,17 @@ class SpeedrunOptimizer(Optimizer):
     @torch.compiler.disable  # its matrix products gain nothing, and a changed learning rate would recompile it
     @torch.no_grad()
     def _step(self) -> None:
-        work = list(self._work())
-        finite = self.check_gradients(work) if self._answer is None else self._answer
-        self._answer = None
+        try:
+            work = list(self._work())
+            finite = self.check_gradients(work) if self._answer is None else self._answer
+        finally:
+            self._end_check()
         self._update(work, finite)
+
+    def _end_check(self) -> None:
+        """What a check has found holds for one step alone."""
+        self._answer = None
+        self._placed.clear()
 
     def _update(self, work: list[Work], finite: float | Tensor) -> None:
         """Change states and weights. `finite` is 1, or on a GPU a tensor: 0 there must leave everything as it was."""
@@ -143,42 +151,27 @@ class SpeedrunOptimizer(Optimizer):
                         "create the embedding with sparse=False."
                     )
                 whole = p if is_sharded(p) else None
-                yield Work(local_of(p), local_of(p.grad), self.state[p], group, index, name, whole)
+                part, grad = local_of(p), self._grad_of(p)
+                if grad.shape != part.shape or (whole is None and is_sharded(p.grad)):
+                    raise ValueError(
+                        f"The gradient of {name} is not cut as the parameter is: one of them is no DTensor, or they "
+                        "are on different meshes. Let backward() make the gradient, or make both DTensors of one mesh."
+                    )
+                yield Work(part, grad, self.state[p], group, index, name, whole)
 
-    @torch.no_grad()
+    def _grad_of(self, p: Any) -> Tensor:
+        """The gradient of this rank's part of `p`, exchanged between ranks if it lies otherwise than `p`."""
+        if not (is_sharded(p) and is_sharded(p.grad)) or p.grad.placements == p.placements:
+            return local_of(p.grad)
+        # The check of `Combined` comes before a member's hooks, which may change the gradient: its versions tell.
+        key = p.grad, p.grad._version, local_of(p.grad)._version
+        if key not in self._placed:
+            self._placed[key] = placed_as(p.grad, p)
+        return self._placed[key]
+
     def check_gradients(self, work: list[Work] | None = None) -> float | Tensor:
-        """Refuse gradients that are not finite, before anything has changed.
-
-        On a CPU the error comes at once and names the parameter. Reading a GPU's answer would make it wait, so there
-        the update is multiplied by the answer (0 leaves everything as it was) and the error comes with the next step.
-        """
-        self._raise_last()
-        work = list(self._work()) if work is None else work
-        if not work:
-            return 1.0
-        if work[0].param.device.type != "cpu":
-            finite = torch.stack([w.grad.sum().isfinite() for w in work]).all()
-            finite = self._everywhere(finite)
-            self._ask_later(finite)
-            return finite.float()
-        bad = torch.tensor([not all_finite(w.grad) for w in work], dtype=torch.int32)
-        if any(w.sharded is not None for w in work):  # then no rank may stop alone
-            torch.distributed.all_reduce(bad, torch.distributed.ReduceOp.MAX)
-        for w, is_bad in zip(work, bad.tolist(), strict=True):
-            if is_bad:
-                raise NonFiniteGradient(
-                    f"The gradient of {w.name} is not finite (NaN or infinite); no weight was changed. "
-                    "Skip this step, lower the learning rate, or clip the gradients."
-                )
-        return 1.0
-
-    def _everywhere(self, finite: Tensor) -> Tensor:
-        """The same answer on every rank, so that no rank steps alone."""
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            answer = finite.to(torch.int32)
-            torch.distributed.all_reduce(answer, torch.distributed.ReduceOp.MIN)
-            return answer.bool()
-        return finite
+        """Refuse gradients that are not finite, before anything has changed; see `check_together`."""
+        return check_together([self], work)
 
     def _ask_later(self, finite: Tensor) -> None:
         """Let the answer travel to the CPU while the GPU works on; the next step reads it."""
@@ -300,8 +293,20 @@ class SpeedrunOptimizer(Optimizer):
                 sums[p] = self._unproven.get(p, checksum(p))
         return sums
 
+    def _refuse_sharded(self, name: str, p: Tensor) -> None:
+        if is_sharded(p):
+            kept = f"{type(self).__name__} keeps plain tensors for this rank's part"
+            raise refuse_state(name, f"{kept}, of which a checkpoint gives one rank's to all")
+
     def state_dict(self) -> dict[str, Any]:
-        """Torch's layout. The state of an exact bfloat16 weight says in `checksum` which bits it belongs to."""
+        """Torch's layout. The state of an exact bfloat16 weight says in `checksum` which bits it belongs to.
+
+        ValueError if a DTensor has state, which is a plain tensor here. torch.distributed.checkpoint takes plain
+        tensors to be the same on all ranks: it writes one rank's and gives it to all.
+        """
+        for name, p, _ in self._named():
+            if self.state.get(p):
+                self._refuse_sharded(name, p)
         sums = self._checksums()
         for p, value in sums.items():
             self.state[p]["checksum"] = value
@@ -372,6 +377,8 @@ class SpeedrunOptimizer(Optimizer):
             new_groups.append(fresh)
             for (name, p), i in zip(own, ids, strict=True):
                 if i in state_dict["state"]:
+                    if state_dict["state"][i]:
+                        self._refuse_sharded(name, p)
                     state[position] = state_dict["state"][i]
                     self._check_state(name, p, group, state[position])
                 position += 1
@@ -442,7 +449,7 @@ class SpeedrunOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         sums = state.pop("_sums", {})
         super().__setstate__(state)
-        self._versions, self._unproven, self._flag, self._answer = {}, dict(sums), None, None
+        self._versions, self._unproven, self._flag, self._answer, self._placed = {}, dict(sums), None, None, {}
 
 
 def named(group: Group, number: int) -> Iterator[tuple[str, Tensor]]:
@@ -450,6 +457,44 @@ def named(group: Group, number: int) -> Iterator[tuple[str, Tensor]]:
     names: Sequence[str] | None = group.get("param_names")
     for index, p in enumerate(group["params"]):
         yield (names[index] if names else f"parameter {index} of group {number} {tuple(p.shape)}"), p
+
+
+@torch.no_grad()
+def check_together(optimizers: Sequence[SpeedrunOptimizer], work: list[Work] | None = None) -> float | Tensor:
+    """Refuse gradients that are not finite, before any of `optimizers` has changed anything.
+
+    On a CPU the error comes at once and names the parameter. Reading a GPU's answer would make it wait, so there the
+    update is multiplied by the answer (0 leaves everything as it was) and the error comes with the next step.
+
+    Ranks talk about it only if there are DTensors, and only to the ranks of the DTensors' meshes: a model that other
+    ranks train, or the next stage of a pipeline, may step at another time.
+    """
+    for optimizer in optimizers:
+        optimizer._raise_last()
+    work = [w for optimizer in optimizers for w in optimizer._work()] if work is None else work
+    # Of all parameters, not only of those in `work`: a rank without gradients must answer, too.
+    meshes = meshes_of(p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    rank = torch.distributed.get_rank() if meshes else 0
+    if answers_at_once(work):
+        bad = next((w.name for w in work if not all_finite(w.grad)), None)
+        where = int(largest(torch.tensor(rank + 1 if bad else 0, dtype=torch.int32), meshes))  # 0: nowhere
+        if bad or where:
+            raise NonFiniteGradient(
+                (f"The gradient of {bad} is" if bad else f"A gradient on rank {where - 1}, whose error names it, is")
+                + " not finite (NaN or infinite); no weight was changed. "
+                "Skip this step, lower the learning rate, or clip the gradients."
+            )
+        return 1.0
+    finite = torch.stack([w.grad.sum().isfinite() for w in work]).all()
+    if meshes:
+        finite = largest(finite.logical_not().int(), meshes) == 0
+    optimizers[0]._ask_later(finite)
+    return finite.float()
+
+
+def answers_at_once(work: list[Work]) -> bool:
+    """Whether asking for a value makes nobody wait: on a CPU."""
+    return not work or work[0].param.device.type == "cpu"
 
 
 def all_finite(g: Tensor) -> bool:

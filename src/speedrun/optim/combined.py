@@ -6,14 +6,14 @@
 Its groups are the groups of its members (the same dicts), so schedulers and a person's own changes reach them.
 """
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from speedrun.optim.base import Group, SpeedrunOptimizer
+from speedrun.optim.base import Group, SpeedrunOptimizer, check_together
 
 Loss = TypeVar("Loss")
 
@@ -94,15 +94,18 @@ class Combined(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        checking = [o for o in self.optimizers if isinstance(o, SpeedrunOptimizer)]
-        answers = [optimizer.check_gradients() for optimizer in checking]
-        together: float | Tensor = 1.0
-        for answer in answers:
-            together = answer * together
-        for checked in checking:
-            checked._answer = together
-        for optimizer in self.optimizers:
-            optimizer.step()
+        # Those with an answer are in a `Combined` around this one, which has checked them.
+        checking = [o for o in checked_in(self.optimizers) if o._answer is None]
+        try:
+            if checking:
+                answer = check_together(checking)
+                for checked in checking:
+                    checked._answer = answer
+            for optimizer in self.optimizers:
+                optimizer.step()
+        finally:
+            for checked in checking:
+                checked._end_check()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -188,6 +191,19 @@ class Combined(Optimizer):
         self.optimizers = state["optimizers"]
         super().__setstate__({"defaults": state["defaults"], "state": {}, "param_groups": []})
         self._share()
+
+
+def checked_in(optimizers: Iterable[Optimizer]) -> Iterator[SpeedrunOptimizer]:
+    """Those that check their gradients, wherever they are: also in a member that combines others, and inside a Snoo."""
+    from speedrun.optim.outer import Snoo  # which imports this module
+
+    for optimizer in optimizers:
+        if isinstance(optimizer, SpeedrunOptimizer):
+            yield optimizer
+        elif isinstance(optimizer, Combined):
+            yield from checked_in(optimizer.optimizers)
+        elif isinstance(optimizer, Snoo):
+            yield from checked_in([optimizer.optimizer])
 
 
 class Plain:

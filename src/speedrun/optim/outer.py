@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from speedrun.optim.base import require
+from speedrun.optim.base import named, require
 from speedrun.optim.combined import Plain
+from speedrun.optim.sharded import is_sharded, refuse_state
 
 Loss = TypeVar("Loss")
 
@@ -130,6 +131,7 @@ class Snoo(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, and `snoo` beside it, in the order of the parameters."""
+        self._refuse_sharded()
         outer = {
             "count": self.count, "lr": self.lr, "momentum": self.momentum, "k": self.k, "outer": list(self.outer),
             "buffers": list(self.buffers),
@@ -138,6 +140,7 @@ class Snoo(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._refuse_sharded()
         if "snoo" not in state_dict:
             raise ValueError(
                 "This state_dict was not made by Snoo: it has no `snoo`; load it into the inner optimizer."
@@ -155,6 +158,13 @@ class Snoo(Optimizer):
             None if saved["buffers"][i] is None else saved["buffers"][i].to(p.device, copy=True)
             for i, p in zip(order, params, strict=True)
         ]
+
+    def _refuse_sharded(self) -> None:
+        """torch.distributed.checkpoint drops `snoo` without a word, whatever the inner optimizer does."""
+        for number, group in enumerate(self.param_groups):
+            for name, p in named(group, number):
+                if is_sharded(p):
+                    raise refuse_state(name, "a checkpoint leaves out what Snoo keeps, whichever optimizer it wraps")
 
     def _order(self, state_dict: dict[str, Any]) -> list[int]:
         """Where each of our parameters stands in the saved lists: by name if there are names."""

@@ -68,8 +68,8 @@ class Plan:
 def route(model: nn.Module, override: Mapping[str, Place] | None = None) -> Plan:
     """Decide for every parameter of `model`; the last matching pattern of `override` wins.
 
-    ValueError when nothing is left for Muon, or when a pattern matches no parameter: both are mistakes that would
-    otherwise go unnoticed.
+    ValueError when nothing is left for Muon, when a pattern matches no parameter, or when Muon would get a weight that
+    is stored transposed (Conv1D of transformers): all are mistakes that would otherwise go unnoticed.
     """
     override = dict(override or {})
     for pattern, place in override.items():
@@ -80,6 +80,7 @@ def route(model: nn.Module, override: Mapping[str, Place] | None = None) -> Plan
         for module in model.modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag)
     }
+    transposed = {id(module.weight): name for name, module in model.named_modules() if _is_transposed(module)}
     named = list(model.named_parameters())
     head = _unnamed_head(named, tables)
     routes = []
@@ -94,6 +95,13 @@ def route(model: nn.Module, override: Mapping[str, Place] | None = None) -> Plan
                 if wanted != place:
                     part = "matrices" if wanted == "muon" else "others"
                 place, reason = wanted, f"override {pattern!r}"
+        if place == "muon" and id(p) in transposed:
+            alike = "*" + ".".join(name.split(".")[-2:])
+            raise ValueError(
+                f"{transposed[id(p)] or 'The model'} is a Conv1D of transformers, whose weight is stored as (inputs, "
+                "outputs): Muon would take its rows for outputs and give updates of the wrong size. Replace it by an "
+                f'nn.Linear with the transposed weight, or train it with Adam: override={{"{alike}": "adam"}}.'
+            )
         routes.append(Route(name, p, place, part, reason))
     unused = [pattern for pattern in override if not any(fnmatchcase(name, pattern) for name, _ in named)]
     if unused:
@@ -136,6 +144,12 @@ def _default(name: str, p: nn.Parameter, tables: dict[int, int], head: nn.Parame
     if min(p.shape[0], p[0].numel()) == 1:
         return "adam", "vectors", "a single row or column"
     return "muon", "matrices", "hidden matrix" if p.ndim == 2 else "hidden matrix, flattened from more dimensions"
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """Whether `module` is a Conv1D of transformers, or made from one; torch's is called Conv1d and has no `nf`."""
+    named_so = any(cls.__name__ == "Conv1D" for cls in type(module).__mro__)
+    return named_so and hasattr(module, "nf") and getattr(getattr(module, "weight", None), "ndim", 0) == 2
 
 
 def _has(name: str, words: tuple[str, ...]) -> bool:
