@@ -426,9 +426,12 @@ def test_when_no_checkpoint_is_good_a_person_must_decide(speedrun: Speedrun, sto
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ('{"recipe": {', "run.json is damaged: it is not readable JSON"),
-        ("[]", "run.json is damaged: it is no JSON object"),
-        ('{"interruptions": []}', "run.json is damaged: it has no 'recipe'"),
+        (
+            '{"recipe": {',
+            "run.json is damaged: Input data was truncated. Restore it from a copy, or",
+        ),
+        ("[]", "run.json is damaged: it is not a JSON object"),
+        ('{"interruptions": []}', "run.json is damaged: Object missing required field `recipe`"),
     ],
 )
 def test_a_damaged_run_json_is_named(speedrun: Speedrun, stopped: Path, content: str, words: str) -> None:

@@ -86,7 +86,7 @@ def test_the_package_has_the_losses_and_weights_of_the_example_bit_for_bit(
     folder = RunFolder.create(tmp_path / "run", {"recipe": name}, console=lambda line: None)
     options = Options(seed=SEED, compile=False, final_checkpoint=False)
     trainer = Trainer(recipe, tokens, machine, options, folder, Report(recipe.schedule.total, quiet=True))
-    assert trainer.run()["status"] == "ok"
+    assert trainer.run().status == "ok"
     assert [m["loss"] for m in read_metrics(folder.path, "train")] == train_losses
     assert {m["step"]: m["loss"] for m in read_metrics(folder.path, "val")} == val_losses
     weights, expected = dict(model.named_parameters()), dict(trainer.model.named_parameters())

@@ -32,7 +32,7 @@ def check_fields(config: Any, prefix: str) -> None:
         try:
             msgspec.convert(value, hint)
         except msgspec.ValidationError as e:
-            must = requirement(hint) or f"this is wrong: {e}"
+            must = requirement(hint, value) or f"this is wrong: {e}"
             raise UserError(f"{prefix}{name} is {value!r}; {must}.") from None
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{prefix}{name} is {value}; it must be finite.")
@@ -44,15 +44,16 @@ def _hints(kind: Any) -> dict[str, Any]:
     return {f.name: hints[f.name] for f in dataclasses.fields(kind)}
 
 
-def requirement(hint: Any) -> str:
+def requirement(hint: Any, value: Any) -> str:
     """'it must be at least 1', for annotations with words or ranges; otherwise an empty string."""
     if get_origin(hint) is Literal:
         return f"it must be one of: {', '.join(map(str, get_args(hint)))}"
     if get_origin(hint) is tuple and get_args(hint)[1:] == (...,):
-        return requirement(get_args(hint)[0]).replace("it must", "every value must", 1)
+        return requirement(get_args(hint)[0], 0).replace("it must", "every value must", 1)
     if get_origin(hint) is not Annotated:
         return ""
     m = next(m for m in hint.__metadata__ if isinstance(m, Meta))
     limits = {"at least": m.ge, "above": m.gt, "at most": m.le, "below": m.lt}
     words = [f"{word} {limit:g}" for word, limit in limits.items() if limit is not None]
-    return f"it must be {'a whole number ' if hint.__origin__ is int else ''}{' and '.join(words)}"
+    whole = "a whole number, " if hint.__origin__ is int and type(value) is not int else ""
+    return f"it must be {whole}{' and '.join(words)}"

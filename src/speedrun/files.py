@@ -128,8 +128,10 @@ def read_bytes(path: Path, way_out: str) -> bytes:
                 f"{path} has {found.st_size:,} bytes, but no stored file has more than {LARGEST:,}. {way_out}"
             )
         return path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         raise UserError(f"{path} is missing. {way_out}") from None
+    except NotADirectoryError:
+        raise UserError(f"{path.parent} is a file, but the folder of {path.name} is needed.") from None
     except OSError as e:
         raise UserError(f"{path} cannot be read: {e.strerror}. {way_out}") from e
 

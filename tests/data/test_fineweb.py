@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from speedrun.data.shards import TokenFolder, TokenInfo, write_shard
 from speedrun.errors import UserError
 from speedrun.recipes import get_recipe
 from speedrun.train import run
-from speedrun.train.config import to_dict
+from speedrun.train.runlog import RunData
 
 ONE, TWO = fineweb.train_name(1), fineweb.train_name(2)
 DISCARD = LoaderConfig("documents", "sequential", "discard", 2048)
@@ -399,8 +400,8 @@ def test_a_run_can_go_on_when_more_chunks_or_their_hashes_have_come(
     fetch(2)
     known = run.hashes(fineweb.load())
     old = {fineweb.VAL: "", ONE: known[ONE]}  # the one put there by hand, and the second chunk not there yet
-    about = {"recipe": to_dict(recipe), "track": "short", "target": 3.28, "seed": 0, "options": {}, "threads": 1}
-    monkeypatch.setattr(run, "read_description", lambda path: {**about, "data": {"folder": "", "files": old}})
+    about = SimpleNamespace(recipe=recipe, track="short", target=3.28, seed=0, data=RunData("", old))
+    monkeypatch.setattr(run, "read_run", lambda path: about)
     assert run.obstacle(tmp_path, recipe, track, 0) is None
     old[ONE] = "f" * 64
     assert f"(data: another {ONE})" in str(run.obstacle(tmp_path, recipe, track, 0))

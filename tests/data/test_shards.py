@@ -209,7 +209,7 @@ def test_verify_names_the_damaged_file(folder: Path, name: str) -> None:
         ({"bos": 4096}, "bos"),
         (
             {"files": {"../../etc/passwd": {"tokens": 1, "sha256": "0"}}},
-            "damaged at key in files: Expected `str` matching regex",
+            "damaged at a key of files: Expected `str`",
         ),
         ({"files": {"train_000000.bin": {"tokens": 1}}}, "sha256"),
         ({"files": []}, "damaged"),

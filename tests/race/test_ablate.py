@@ -14,6 +14,7 @@ from scipy import stats
 
 from speedrun import cli
 from speedrun.data.shards import TokenFolder
+from speedrun.files import write_json
 from speedrun.race import ablate
 from speedrun.race.ablate import BASE, SHORTER, Ablate, Line, lines_of, switches_of, variants
 from speedrun.race.children import Children
@@ -21,6 +22,7 @@ from speedrun.race.statistics import Effect, effect, holm
 from speedrun.recipes import LINEAGE, get_recipe
 from speedrun.report.ablation import ablation_svg, bounds
 from speedrun.train.config import differences
+from speedrun.train.runlog import Result, now, plain
 from tests.race.conftest import SMALL, Speedrun
 
 LINE = f"ablate --recipe adamw --set {SMALL} schedule.steps=10 --threads 1 --compile False"
@@ -187,10 +189,23 @@ def test_jobs_share_the_cores(held_out: TokenFolder, speedrun: Speedrun, monkeyp
         if len(threads) < 2:
             both.wait()  # nobody gets here alone
         threads.append(words[words.index("--threads") + 1])
-        result = {"status": "ok", "val_loss": 4.0, "train_time": 1.0, "tokens": 1, "steps": 1}
+        result = Result(
+            status="ok",
+            reason=None,
+            val_loss=4.0,
+            losses={"val": 4.0},
+            steps=1,
+            train_time=1.0,
+            tokens=1,
+            tokens_per_second=1.0,
+            resumed=False,
+            timed=True,
+            peak_memory={},
+            finished=now(),
+        )
         folder = Path(words[words.index("--out") + 1])
         folder.mkdir(parents=True)
-        (folder / "result.json").write_text(json.dumps(result))
+        write_json(folder / "result.json", plain(result))
         return subprocess.CompletedProcess(words, 0, "", "")
 
     monkeypatch.setattr(Children, "run", process)

@@ -1,17 +1,21 @@
 """Records: what may become one, what it contains, how times of different machines are kept apart."""
 
+import dataclasses
 import json
 import shutil
 import zipfile
+from datetime import date
 from pathlib import Path
 
 import pytest
 
+import speedrun as speedrun_package
 from speedrun.data.shards import TokenFolder
 from speedrun.files import write_atomic, write_json
 from speedrun.race import records
 from speedrun.race.evidence import examine, write_manifest
 from speedrun.race.plan import Plan
+from speedrun.race.records import read_record
 from speedrun.report.compare import Curve, curves_svg
 from speedrun.report.records import records_svg
 from speedrun.train.runlog import modules, source_sha256
@@ -115,7 +119,7 @@ def test_the_official_time_is_the_predecessor_s_plus_what_was_saved(
     assert record["official"] == pytest.approx(10.0 + saved)
     assert record["predecessor"] == "first"
     assert speedrun("verify", root / "own/second")[0] == 0
-    assert [r["name"] for r in records.board(root, "own")] == ["second", "first"]
+    assert [r.name for r in records.board(root, "own")] == ["second", "first"]
     code, out, _ = speedrun("records")
     assert code == 0
     assert out.splitlines()[0] == "own track"
@@ -190,7 +194,7 @@ def test_no_records_and_damaged_ones(first: Path, speedrun: Speedrun, tmp_path: 
     (tmp_path / "records/own/first/record.json").write_text('{"format": 1}')
     code, _, err = speedrun("records")
     assert code == 2
-    assert "record.json is damaged: 'name' is wrong" in err
+    assert "record.json is damaged: Object missing required field `name`" in err
 
 
 def test_the_leaderboard_as_markdown_and_picture(first: Path, speedrun: Speedrun, tmp_path: Path) -> None:
@@ -203,11 +207,12 @@ def test_the_leaderboard_as_markdown_and_picture(first: Path, speedrun: Speedrun
 
 def test_html_in_names_is_escaped(raced: Path) -> None:
     name = "<script>alert(1)</script>"
-    record = {"name": name, "label": "a|b", "official": 1.0, "measured": 1.0, "date": "2026-01-01", "kind": "full"}
-    record |= {"loss": 3.0, "p": 0.001, "runs": 2, "shadow": None}
+    known = read_record(Path(speedrun_package.__file__).parents[2] / "records/pocket/normuon")
+    record = dataclasses.replace(known, name=name, label="a|b", official=1.0)
     assert "<script>" not in records.markdown([record])
     assert "a&#124;b" in records.markdown([record])
-    assert "<script>" not in records_svg("pocket", [record, {**record, "date": "2026-02-01", "official": 0.5}])
+    later = dataclasses.replace(record, date=date(2026, 2, 1), official=0.5)
+    assert "<script>" not in records_svg("pocket", [record, later])
     curve = Curve.read(raced / "runs/001-A")
     renamed = Curve(name, curve.track, curve.train, curve.val, curve.status, curve.target)
     assert "<script>" not in curves_svg([renamed, curve])

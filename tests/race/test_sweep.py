@@ -317,9 +317,9 @@ def test_a_folder_continues_only_the_sweep_it_holds(sweep: Sweep, tmp_path: Path
     assert sweep("--budget 0 --vary optim.lr=0.01,0.02")[0] == 0
     code, _, err = sweep("--budget 0 --vary optim.lr=0.01,0.03 --eta 4")
     assert code == 2
-    assert "holds a sweep with another eta, vary; choose another --out." in err
+    assert "holds a sweep with another vary, eta; choose another --out." in err
     other = make_token_folder(tmp_path / "other", seed=4)
-    assert "another data;" in sweep("--budget 0 --vary optim.lr=0.01,0.02", other.path)[2]
+    assert "another token_files;" in sweep("--budget 0 --vary optim.lr=0.01,0.02", other.path)[2]
     Path("sweeps/sweep/sweep.json").write_text("{")
     code, _, err = sweep("--budget 0 --vary optim.lr=0.01,0.02")
     assert code == 2

@@ -467,8 +467,11 @@ def test_another_version_may_round_otherwise(
     ("line", "said"),
     [
         ("nowhere", "nowhere/plan.json is missing"),
-        ("unfinished", "unfinished/manifest.json is missing. The race has not ended"),
-        ("a-file", "a-file is a file, not the folder of a race."),
+        (
+            "unfinished",
+            "unfinished/manifest.json is missing. Restore it from a copy; if the race has not ended",
+        ),
+        ("a-file", "a-file is a file, but the folder of plan.json is needed."),
     ],
 )
 def test_mistakes_in_verify(raced: Path, speedrun: Speedrun, tmp_path: Path, line: str, said: str) -> None:

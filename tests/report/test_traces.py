@@ -84,9 +84,9 @@ def test_show_prints_a_table_and_draws(tmp_path: Path, capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("content", "more", "sentence"),
     [
-        (None, [], "does not exist"),
+        (None, [], "is missing. Record a trace with"),
         ("{}", [], "is not a trace"),
-        ("no json", [], "is not a trace"),
+        ("no json", [], "is damaged: JSON is malformed"),
         ('{"traceEvents": [], "otherData": {"ranks": 1}}', [], "has no steps"),
         ("good", ["--step", "7"], "--step 7 was not recorded"),
     ],

@@ -72,7 +72,7 @@ def test_a_field_that_came_later_has_its_default() -> None:
 @pytest.mark.parametrize(
     ("part", "field", "value", "says"),
     [
-        ("schedule", "xyz", 2, "has the field 'schedule.xyz', which this version of speedrun does not know. Restore"),
+        ("schedule", "xyz", 2, "run.json has the field 'schedule.xyz', which this version of speedrun does not know."),
         ("model", "layer", 2, "'model.layer', which .* does not know. Did you mean 'model.layers'"),
         ("model", "layers", "3", "damaged at model.layers: Expected `int`, got `str`"),
         ("model", "layers", 3.0, "damaged at model.layers: Expected `int`, got `float`"),

@@ -190,7 +190,7 @@ def test_a_run_that_had_to_halve_its_micro_batches_resumes_compiled(tokens: Toke
     saved = checkpoint.newest_good(tmp_path / "half" / "checkpoints", notice=pytest.fail)
     assert saved is not None
     rest = tiny_trainer(tokens, tmp_path / "rest", compile=True)
-    assert rest.run(saved)["status"] == "ok"
+    assert rest.run(saved).status == "ok"
     assert rest.micro_rows == 2
 
 

@@ -162,8 +162,8 @@ def test_the_warm_up_visits_every_shape_once() -> None:
         ({"window_ramp": (100,)}, "A window of 100 tokens is not made of whole blocks of 128"),
         ({"window_ramp": (128,), "window_cubic": 128}, "exclude each other"),
         ({"window_final": 128}, "need a window_ramp or window_cubic"),
-        ({"batch_ramp": (0, 1)}, "schedule.batch_ramp is (0, 1); every value must be a whole number at least 1"),
-        ({"extension": -1}, "schedule.extension is -1; it must be a whole number at least 0"),
+        ({"batch_ramp": (0, 1)}, "schedule.batch_ramp is (0, 1); every value must be at least 1"),
+        ({"extension": -1}, "schedule.extension is -1; it must be at least 0"),
         ({"momentum_low": math.nan}, "schedule.momentum_low is nan"),
     ],
 )

@@ -235,7 +235,7 @@ class TokenFolder:
     def read(cls, path: Path) -> "TokenFolder":
         """Read the description. Costs nothing, and says nothing yet about the shards: see `verify`."""
         described = path / "tokens.json"
-        if path.is_dir() and not described.exists():
+        if not path.is_file() and not described.exists():
             raise UserError(
                 f"{path} is not a token folder: it has no tokens.json; make one with `speedrun data encode`."
             )

@@ -174,7 +174,7 @@ def variants(recipe: Recipe, given: Ablate) -> dict[str, Recipe]:
 class AblationPlan:
     asked: Ablate
     base: Recipe
-    files: dict[str, str]
+    token_files: dict[str, str]
     variants: tuple[str, ...]
     source: str
 

@@ -39,7 +39,7 @@ RUNS, INTERRUPTED, MANIFEST = "runs", "interrupted", "manifest.json"
 ARCHIVE = "source.zip"  # in a record: the program, once for all runs
 AFTERWARDS = 0.1  # seconds that may pass on the clock after the last measurement of a run
 ROUNDING = 2.0  # seconds: dates are written without fractions
-UNFINISHED = "Unless it was lost, the race has not ended: the command that began it goes on."
+UNFINISHED = "Restore it from a copy; if the race has not ended, the command that began it goes on."
 
 
 @dataclass(frozen=True)
@@ -314,7 +314,8 @@ def _in_order(plan: Plan, runs: list[Run]) -> Iterator[str]:
     for run in runs:
         before, finished = stamps[-1]
         if seconds_between(finished, run.about.started) < 0:
-            yield f"{run.entry.name} started at {run.about.started}, before {before} was done ({finished})"
+            began, ended = run.about.started.isoformat(), finished.isoformat()
+            yield f"{run.entry.name} started at {began}, before {before} was done ({ended})"
             return
         stamps.append((run.entry.name, run.result.finished))
 

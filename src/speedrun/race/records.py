@@ -191,7 +191,7 @@ def readme(record: Record, plan: Plan, verdict: dict[str, Any]) -> str:
     """In the manner of the records that this grew out of: what changed, timing and validation, the predecessor."""
     sides, shown = verdict["sides"], statistics.shown
     runs = {side: [r for r in verdict["runs"] if r["side"] == side] for side in sides}
-    losses = [round(r.loss, 6) for r in runs["A"]]
+    losses = [round(r["loss"], 6) for r in runs["A"]]
     times = [round(r["time"], 3) for r in runs["A"]]
     lines = [
         f"# {html.escape(record.name)}: {record.official:.1f} s on the {plan.track} track",

@@ -358,7 +358,7 @@ class SweepPlan:
 
     asked: Sweep
     base: Recipe
-    files: dict[str, str]
+    token_files: dict[str, str]
 
 
 def keep_to(file: Path, plan: Any, what: str, free: tuple[str, ...]) -> None:
@@ -417,7 +417,7 @@ def effort(folder: Path) -> dict[str, tuple[int, float]]:
             stored, rows = read_json(plan, SweepPlan, ""), read_rows(plan.with_name("rows.jsonl"))
         except UserError:
             continue  # somebody else's sweep, and no reason to lose this one's report
-        name = f"{stored.asked.recipe} on {'own data' if stored.files else stored.asked.track}"
+        name = f"{stored.asked.recipe} on {'own data' if stored.token_files else stored.asked.track}"
         trials, minutes = spent.get(name, (0, 0.0))
         spent[name] = (
             trials + sum(r["kind"] == "trial" for r in rows),

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Protocol
 import tyro
 
 from speedrun.errors import UserError, nearest
+from speedrun.files import explained
 from speedrun.report.compare import tokens_by_step
 from speedrun.train.config import fields_of
 from speedrun.train.runlog import RESULT, RunInfo, plain, read_metrics, read_result, read_run
@@ -64,6 +65,8 @@ class Tensorboard:
         folder = given.out / given.project / name
         if folder.exists():
             raise UserError(f"{folder} exists already, and sending twice would double its curves; delete it first.")
+        with explained(folder):
+            folder.mkdir(parents=True)
         self.writer = load("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder))
         self.began = about.started.timestamp()
         rows = "\n".join(f"| {k} | {v} |" for k, v in config_of(about).items())
@@ -83,7 +86,8 @@ class Wandb:
 
     def __init__(self, given: Send, name: str, about: RunInfo) -> None:
         module = load("wandb", "wandb")
-        given.out.mkdir(parents=True, exist_ok=True)
+        with explained(given.out):
+            given.out.mkdir(parents=True, exist_ok=True)
         self.run = module.init(project=given.project, name=name, config=config_of(about), dir=str(given.out))
 
     def log(self, step: int, values: Values, seconds: float) -> None:

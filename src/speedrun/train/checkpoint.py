@@ -333,6 +333,8 @@ def _check(path: Path, name: str, files: dict[str, _Size], size: int, digest: Ca
 def _readable(path: Path, name: str) -> Iterator[None]:
     try:
         yield
+    except DamagedCheckpoint:
+        raise
     except UserError as e:
         raise DamagedCheckpoint(path, str(e).removeprefix(f"{path}{os.sep}").rstrip(". ")) from e
     except FileNotFoundError as e:

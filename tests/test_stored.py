@@ -1,0 +1,297 @@
+"""Stored files: a new field does not orphan them, and whatever cannot be read is refused by name, untouched."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import speedrun
+from speedrun import cli, files
+from speedrun.data.shards import TokenFolder
+from speedrun.recipes import get_recipe
+
+SOURCE = Path(speedrun.__file__).parent
+RECORD = SOURCE.parents[1] / "records" / "pocket" / "normuon"
+
+
+# --- another version of the program ---------------------------------------------------------------
+
+
+def verify_with(source: Path) -> subprocess.CompletedProcess[str]:
+    """`speedrun verify` of this repository's record, by a changed copy of the program."""
+    command = [sys.executable, "-m", "speedrun", "verify", str(RECORD)]
+    environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=source)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    shutil.copytree(SOURCE, tmp_path / "speedrun", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def rewrite(copy: Path, old: str, new: str) -> int:
+    """Replace `old` by `new` in all modules; the number of places."""
+    found = 0
+    for file in copy.rglob("*.py"):
+        text, count = re.subn(old, new, file.read_text(), flags=re.MULTILINE)
+        file.write_text(text)
+        found += count
+    return found
+
+
+CONFIGS = {
+    "model/config.py": ["GPTConfig"],
+    "data/loader.py": ["LoaderConfig"],
+    "optim/config.py": ["Part", "MuonPart", "SnooPart", "OptimConfig"],
+    "train/schedule.py": ["ScheduleConfig"],
+    "train/device.py": ["CompilerConfig"],
+    "train/config.py": ["ValidationConfig", "Recipe", "Options"],
+    "train/runlog.py": ["RunData", "RunInfo", "Result"],
+    "race/plan.py": ["Plan"],
+    "race/records.py": ["Record"],
+    "race/evidence.py": ["Manifest"],
+    "data/shards.py": ["TokenFile", "TokenInfo"],
+}
+
+
+def test_a_record_holds_when_every_config_class_has_a_new_field(copy: Path) -> None:
+    """As if a later version had one more switch in each of them."""
+    for name, classes in CONFIGS.items():
+        file = copy / "speedrun" / name
+        text = file.read_text()
+        for kind in classes:
+            begin = text.index(f"class {kind}:")
+            # After the last field: before the first method, or before what follows the class.
+            end = begin + re.search(r"\n\n    (?=def |@)|\n\n\n", text[begin:]).start()  # type: ignore[union-attr]
+            text = f'{text[:end]}\n    added_later: bool = False\n    """A new switch."""{text[end:]}'
+        file.write_text(text)
+    done = verify_with(copy)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    assert done.stdout.startswith("FASTER: normuon is at least 1.525 times as fast as adamw")
+    recipe = subprocess.run(
+        [sys.executable, "-m", "speedrun", "recipes", "show", "normuon"],
+        capture_output=True, text=True, check=True, cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)},
+    )  # fmt: skip
+    assert recipe.stdout.count("added_later") >= 16, "the copy is what ran"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        (r"\bnorm_eps\b", "rms_eps", "has the field 'recipes.A.model.norm_eps', which this version of speedrun does"),
+        (r"\bmomentum_low\b", "momentum_from", "field 'recipes.A.schedule.momentum_low', which this version"),
+        (r"^    first: bool = True\n.*$", "    pass", "has the field 'recipes.A.validation.first', which this"),
+    ],
+)
+def test_a_field_that_was_renamed_or_removed_is_refused_by_name(copy: Path, old: str, new: str, says: str) -> None:
+    assert rewrite(copy, old, new)
+    rewrite(copy, r"\bself\.first\b", "True")
+    done = verify_with(copy)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    assert f"{RECORD / 'plan.json'}" in done.stderr
+    assert "use the version of speedrun that wrote it" in done.stderr
+
+
+# --- files that cannot be read --------------------------------------------------------------------
+
+
+def grow(file: Path) -> None:
+    with open(file, "r+b") as f:
+        f.truncate(2**30)  # a gigabyte that takes no room on the disk
+
+
+def change(**values: Any) -> Callable[[Path], None]:
+    return lambda file: file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+def into_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "unknown field": (change(wings=2), "has the field 'wings', which this version of speedrun does not know."),
+    "format of the future": (change(format=7), "has format 7, but this version of speedrun reads formats up to 1."),
+    "nested 10,000 deep": (lambda file: file.write_text('{"a": ' * 10_000 + "1" + "}" * 10_000), "nested too deeply"),
+    "1 GB": (grow, "has 1,073,741,824 bytes, but no stored file has more than 268,435,456."),
+    "not UTF-8": (lambda file: file.write_bytes(b'{"a": "\xff"}'), "is damaged: 'utf-8' codec can't decode byte"),
+    "empty": (lambda file: file.write_bytes(b""), "is damaged: Input data was truncated."),
+    "cut": (lambda file: file.write_bytes(file.read_bytes()[:-20]), "is damaged: Input data was truncated."),
+    "a folder": (into_folder, "is a folder, not a stored file."),
+    "a list": (lambda file: file.write_text("[1]"), "is damaged: it is not a JSON object."),
+}
+# What reads each kind of file, a wrong type and a number out of range for it, and the way out that it must name.
+KINDS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], str, str]] = {
+    "run/run.json": (
+        "train --resume run", {"seed": "0"}, "at seed: Expected `int`, got `str`",
+        {"options": {"splits": [1]}}, "at options.splits[0]: Expected `str`, got `int`", "Restore it from a copy, or",
+    ),
+    "run/result.json": (
+        "report run", {"steps": None}, "at steps: Expected `int`, got `null`",
+        {"status": "well"}, "at status: Invalid enum value 'well'", "Restore it from a copy, or train again.",
+    ),
+    "tokens/tokens.json": (
+        "data verify tokens", {"bos": "0"}, "at bos: Expected `int`, got `str`",
+        {"vocab_size": 70_000}, "at vocab_size: Expected `int` <= 65536", "Prepare or encode the folder again.",
+    ),
+    "record/plan.json": (
+        "verify record", {"seeds": 3}, "at seeds: Expected `array`, got `int`",
+        {"alpha": 7.0}, "--alpha is 7.0; it must be above 0 and at most 0.1", "Restore it from a copy, or",
+    ),
+    "record/record.json": (
+        "records --root root", {"runs": "8"}, "at runs: Expected `int`, got `str`",
+        {"date": "2026-13-01"}, "at date: Invalid RFC3339 encoded date", "Restore it from a copy, or",
+    ),
+    "record/manifest.json": (
+        "verify record", {"files": []}, "at files: Expected `object`, got `array`",
+        {"files": {"plan.json": 3}}, "at files[...]: Expected `str`, got `int`", "Restore it from a copy; if",
+    ),
+    "record/recipe.json": (
+        "verify record", {"model": 3}, "at model: Expected `object`, got `int`",
+        {"validation": {"rows": 0}}, "at validation.rows: Expected `int` >= 1", "Restore it from a copy, or",
+    ),
+    "record/verdict.json": (
+        "verify record", {"runs": "8"}, "verdict.json was changed: its sha256",
+        {"target": 0.1}, "verdict.json was changed: its sha256", "",
+    ),
+}  # fmt: skip
+
+
+TRAIN = (
+    "train --data tokens --recipe adamw --out run --compile False --sample False --threads 1 --schedule.steps 2 "
+    "--schedule.length 16 --validation.length 16 --model.width 16 --model.heads 2 --model.layers 1"
+)
+
+
+@pytest.fixture(scope="session")
+def made(tokens: TokenFolder, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one of each kind."""
+    folder = tmp_path_factory.mktemp("stored")
+    shutil.copytree(tokens.path, folder / "tokens")
+    shutil.copytree(RECORD, folder / "record")
+    (folder / "root" / "pocket").mkdir(parents=True)
+    with contextlib.chdir(folder):
+        assert cli.main(TRAIN.split()) == 0
+    return folder
+
+
+@pytest.fixture
+def stored(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "stored"
+    shutil.copytree(made, folder)
+    (folder / "root" / "pocket" / "record").symlink_to(folder / "record")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def everything(folder: Path) -> dict[str, int | bytes]:
+    """Every file below a folder, and what is in it; of huge ones the size."""
+    return {
+        str(p.relative_to(folder)): p.stat().st_size if p.stat().st_size > 2**27 else p.read_bytes()
+        for p in folder.rglob("*")
+        if p.is_file()
+    }
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_file_that_cannot_be_read_is_named_with_the_way_out(
+    name: str, stored: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, wrong, type_says, odd, range_says, way_out = KINDS[name]
+    cases = {**DAMAGES, "wrong type": (change(**wrong), type_says), "out of range": (change(**odd), range_says)}
+    file = stored / name
+    good = file.read_bytes()
+    for damage, (spoil, says) in cases.items():
+        spoil(file)
+        before = everything(stored)
+        assert cli.main(command.split()) == 2, damage
+        said = capsys.readouterr().err
+        if name == "record/verdict.json" and damage == "unknown field":
+            says = type_says
+        assert file.name in said, (damage, said)
+        assert says in said, (damage, said)
+        if damage != "format of the future" and "was changed" not in says:
+            assert way_out in said, (damage, said)
+        assert len(said.splitlines()) == 1, said
+        assert everything(stored) == before, damage
+        if file.is_dir():
+            file.rmdir()
+        file.write_bytes(good)
+
+
+def test_a_metrics_file_that_cannot_be_read_is_named(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = stored / "run" / "metrics.jsonl"
+    good = file.read_bytes()
+    for spoil, says in (
+        (grow, "has 1,073,741,824 bytes"),
+        (into_folder, "is a folder"),
+        (
+            lambda f: f.write_bytes(b'{"a":' * 10_000 + b"\n"),
+            "Line 1 of run/metrics.jsonl is damaged: its JSON is nested",
+        ),
+        (lambda f: f.write_bytes(b"\xff\n"), "Line 1 of run/metrics.jsonl is damaged: JSON is malformed"),
+        (lambda f: f.write_text("{}\n"), "Line 1 of run/metrics.jsonl is damaged: b'{}'. Delete that line."),
+    ):
+        spoil(file)
+        assert cli.main(["report", "run"]) == 2
+        assert says in capsys.readouterr().err
+        if file.is_dir():
+            file.rmdir()
+        file.write_bytes(good)
+
+
+def test_every_kind_of_file_carries_its_format_number(stored: Path) -> None:
+    for file in (*stored.glob("run/*.json"), *stored.glob("run/checkpoints/*/*.json"), stored / "tokens/tokens.json"):
+        if file.name != "tokenizer.json":  # not a format of ours
+            assert json.loads(file.read_text())["format"] == 1, file
+
+
+# --- folders that cannot be made ------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc, in which nobody can make a folder")
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train --data tokens --out /proc/x",
+        "race --data tokens --target 9 --runs 4 --out /proc/x",
+        "sweep --data tokens --vary optim.lr=0.01,0.02 --out /proc/x",
+        "ablate --data tokens --out /proc/x",
+        "report run --out /proc/x/page.html",
+        "compare run run --csv /proc/x/losses.csv",
+        "recipes show adamw --plot /proc/x/picture.svg",
+        "data encode --out /proc/x texts",
+        "send run --to tensorboard --out /proc/x",
+    ],
+)
+def test_an_out_folder_that_cannot_be_made_costs_one_sentence(
+    command: str, stored: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (stored / "texts").mkdir()
+    (stored / "texts" / "a.txt").write_text("Some text.\n" * 100)
+    before = everything(stored)
+    assert cli.main(command.split()) == 2
+    said = capsys.readouterr().err
+    assert re.search(r"^speedrun: /proc/x\S* cannot be written: no folder can be made there\. Choose another", said), (
+        said
+    )
+    assert len(said.splitlines()) == 1
+    assert everything(stored) == before
+
+
+def test_a_written_file_is_read_back(tmp_path: Path) -> None:
+    recipe = get_recipe("interleaved", "pocket")
+    files.write_json(tmp_path / "recipe.json", {"name": "x", "track": "pocket", "about": "", "model": {"layers": 5}})
+    read = files.read_json(tmp_path / "recipe.json", type(recipe), "")
+    assert (read.model.layers, read.optim.lr) == (5, type(recipe.optim)().lr)
