@@ -34,12 +34,12 @@ Found = dict[str, dict[str, Any]]
 def git(*args: str) -> bytes:
     done = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, check=False)
     if done.returncode:
-        raise SystemExit2(f"git {' '.join(args)} failed: {done.stderr.decode().strip()}")
+        raise Mistake(f"git {' '.join(args)} failed: {done.stderr.decode().strip()}")
     return done.stdout
 
 
-class SystemExit2(Exception):
-    """A sentence for the person who called, exit code 2."""
+class Mistake(Exception):
+    """Told in one sentence, exit code 2."""
 
 
 def check_out(version: str, place: Path) -> Path:
@@ -47,13 +47,16 @@ def check_out(version: str, place: Path) -> Path:
     if Path(version).is_dir():
         folder = Path(version).resolve()
     else:
-        commit = git("rev-parse", "--verify", "--quiet", f"{version}^{{commit}}").decode().strip()
+        try:
+            commit = git("rev-parse", "--verify", "--quiet", f"{version}^{{commit}}").decode().strip()
+        except Mistake as e:
+            raise Mistake(f"there is no commit or folder {version!r}; `git log --oneline` shows the commits.") from e
         folder = place
         folder.mkdir()
         archive = git("archive", commit)
         subprocess.run(["tar", "-x", "-C", str(folder)], input=archive, check=True)
     if not (folder / "src" / "speedrun").is_dir():
-        raise SystemExit2(f"{version} has no src/speedrun; name a commit of this repository, or a checkout.")
+        raise Mistake(f"{version} has no src/speedrun; name a commit of this repository, or a checkout.")
     return folder
 
 
@@ -63,7 +66,7 @@ def cases_of(folder: Path, place: Path) -> Path:
         return folder / CASES
     added = git("log", "--diff-filter=A", "--format=%H", "--", CASES).decode().split()
     if not added:
-        raise SystemExit2(f"{CASES} is in neither version, nor in the history of this branch.")
+        raise Mistake(f"{CASES} is in neither version, nor in the history of this branch.")
     place.write_bytes(git("show", f"{added[-1]}:{CASES}"))
     return place
 
@@ -89,8 +92,10 @@ def started(folder: Path, cases: Path, out: Path, cache: Path, options: list[str
 
 def finish(process: subprocess.Popen[str], version: str, out: Path) -> Found:
     _, errors = process.communicate()
+    if process.returncode == 2:
+        raise Mistake(f"{version}: {errors.strip().splitlines()[-1]}")
     if process.returncode:
-        raise SystemExit2(f"{version} could not run its cases (exit code {process.returncode}):\n{errors[-3000:]}")
+        raise Mistake(f"{version} could not run its cases (exit code {process.returncode}):\n{errors[-3000:]}")
     return dict(json.loads(out.read_text()))
 
 
@@ -121,7 +126,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="same-bits-") as temporary:
         try:
             return compare(args, Path(temporary))
-        except SystemExit2 as e:
+        except Mistake as e:
             print(f"same_bits: {e}", file=sys.stderr)
             return 2
 
@@ -146,14 +151,14 @@ def compare(args: argparse.Namespace, place: Path) -> int:
         print(f"  ({time.monotonic() - begin:.0f} s)")
     if not args.quick and (not args.only or set(args.only) & {"normuon", "interleaved"}):
         bad += compare_compiled(sides, place / "cache", only)
-    print("same bits" if not bad else f"NOT the same bits: {bad} differences")
+    print("same bits" if not bad else f"NOT the same bits: {bad} difference{'s' * (bad > 1)}")
     return int(bad > 0)
 
 
 def tell(old: Found, new: Found, how: str) -> int:
     """One line for each case; the number of those that differ."""
     if not old or not new:
-        raise SystemExit2("no such case; the names are those of the pocket recipes, and MORE in the cases' file.")
+        raise Mistake("neither version has such a case.")
     bad = 0
     for name in dict.fromkeys([*old, *new]):
         if name not in old or name not in new:

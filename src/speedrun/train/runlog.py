@@ -360,6 +360,7 @@ _PACKAGES = (
     "numpy",
     "scipy",
     "safetensors",
+    "msgspec",
     "tokenizers",
     "tyro",
     "rich",
