@@ -56,7 +56,7 @@ CONFIGS = {
     "train/device.py": ["CompilerConfig"],
     "train/config.py": ["ValidationConfig", "Recipe", "Options"],
     "train/runlog.py": ["RunData", "RunInfo", "Result"],
-    "race/plan.py": ["Plan"],
+    "race/plan.py": ["Settings", "MachineInfo", "Plan"],
     "race/records.py": ["Record"],
     "race/evidence.py": ["Manifest"],
     "data/shards.py": ["TokenFile", "TokenInfo"],

@@ -34,8 +34,9 @@ def check_fields(config: Any, prefix: str) -> None:
         except msgspec.ValidationError as e:
             must = requirement(hint, value) or f"this is wrong: {e}"
             raise UserError(f"{prefix}{name} is {value!r}; {must}.") from None
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{prefix}{name} is {value}; it must be finite.")
+        floats = [x for x in (value if isinstance(value, tuple) else (value,)) if isinstance(x, float)]
+        if not all(map(math.isfinite, floats)):
+            raise UserError(f"{prefix}{name} is {value!r}; it must be finite.")
 
 
 @functools.cache

@@ -160,7 +160,9 @@ def from_json(value: Mapping[str, Any], kind: type[T], where: str, way_out: str)
     try:
         found = msgspec.convert(stored, kind, dec_hook=_as_path)
     except msgspec.ValidationError as e:
-        what, key, field = re.fullmatch(r"(.*?)(?: - at (`key` in )?`\$\.?(.*)`)?", str(e), re.DOTALL).groups()  # type: ignore[union-attr]
+        found_at = re.fullmatch(r"(.*?)(?: - at (`key` in )?`\$\.?(.*)`)?", str(e), re.DOTALL)
+        assert found_at is not None
+        what, key, field = found_at.groups()
         place = f" at {'a key of ' if key else ''}{field}" if field else ""
         raise UserError(f"{where} is damaged{place}: {what.rstrip('.')}. {way_out}") from e
     except RecursionError:

@@ -1,5 +1,6 @@
 """Races: the plan comes first and stays, runs alternate, and a race that was killed goes on."""
 
+import dataclasses
 import json
 import os
 import random
@@ -350,7 +351,7 @@ def test_other_machines_and_other_code_do_not_continue_a_race(
     raced: Path, held_out: TokenFolder, speedrun: Speedrun, monkeypatch: pytest.MonkeyPatch, what: str, said: str
 ) -> None:
     if what == "machine":
-        machine = {**Plan.read(raced).machine, "cpu": "another"}
+        machine = dataclasses.replace(Plan.read(raced).machine, cpu="another")
         monkeypatch.setattr("speedrun.race.plan.this_machine", lambda: machine)
     else:
         monkeypatch.setattr("speedrun.race.race.source_sha256", lambda: "0" * 64)

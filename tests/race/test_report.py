@@ -21,8 +21,7 @@ from speedrun.race.ablate import BASE, SHORTER
 from speedrun.recipes import get_recipe
 from speedrun.report.draw import COLORS, on_page, short, ticks
 from speedrun.report.pages import page_of
-from speedrun.train.config import fields_of
-from speedrun.train.runlog import read_metrics
+from speedrun.train.runlog import plain, read_metrics
 from tests.race.conftest import SMALL, Speedrun
 
 KINDS = ("run", "traced", "race", "record", "ablation", "records")
@@ -86,8 +85,8 @@ def folders(raced: Path, held_out: TokenFolder, tmp_path_factory: pytest.TempPat
         for seed in range(4) for k, name in enumerate(names)
     ]  # fmt: skip
     (root / "ablation").mkdir()
-    about = {"recipe": "adamw", "track": "pocket", "seeds": 4, "variants": names, "base": fields_of(base)}
-    write_json(root / "ablation" / ablate.PLAN, about)
+    about = ablate.AblationPlan(ablate.Ablate(recipe="adamw", seeds=4), base, {}, tuple(names), "")
+    write_json(root / "ablation" / ablate.PLAN, plain(about))
     write_atomic(root / "ablation" / ablate.ROWS, "".join(json.dumps(row) + "\n" for row in rows))
     return {
         **{name: root / name for name in ("run", "traced", "ablation", "records")},

@@ -139,7 +139,7 @@ def challenge(given: Challenge, console: Console) -> int:
     data = given.data or (Path(theirs.data) if theirs.data else None)
     track = own_track(data, theirs.target) if theirs.track == "own" and data else get_track(theirs.track)
     runs = given.runs or len(theirs.seeds)
-    compiled, kind = theirs.settings["compile"], "systems" if theirs.kind == "systems" else "full"
+    compiled, kind = theirs.settings.compile, "systems" if theirs.kind == "systems" else "full"
     asked = Race(
         data=data, runs=runs, kind=kind, alpha=theirs.alpha, threads=given.threads, compile=compiled  # type: ignore[arg-type]
     )  # fmt: skip

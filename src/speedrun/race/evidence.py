@@ -70,9 +70,9 @@ class Run:
         return [m for m in self.metrics if m["kind"] == kind]
 
     @property
-    def machine(self) -> dict[str, Any]:
+    def machine(self) -> plans.MachineInfo:
         snapshot = next(iter(self.lines("telemetry")), {})
-        return plans.machine(self.about.environment, list(self.about.devices), snapshot)
+        return plans.machine(self.about.environment, self.about.devices, snapshot)
 
 
 def seconds_between(earlier: datetime, later: datetime) -> float:
@@ -115,7 +115,7 @@ def _belongs(run: Run, plan: Plan, plan_sha256: str, source: Path, recipe: Recip
     if asked != str(run.entry.seed):
         yield f"its command says --seed {asked}, planned was {run.entry.seed}"
     wanted = {"splits": plan.splits, "val_tokens": plan.val_tokens, "checkpoint_every": 0}
-    wanted |= {"final_checkpoint": False, "compile": plan.settings["compile"]}
+    wanted |= {"final_checkpoint": False, "compile": plan.settings.compile}
     for name, value in wanted.items():
         if getattr(options, name) != value:
             yield f"its option {name} is {getattr(options, name)!r}, a run of this race has {value!r}"
@@ -129,12 +129,12 @@ def _belongs(run: Run, plan: Plan, plan_sha256: str, source: Path, recipe: Recip
         there = None
     if there != about.source_sha256:
         yield "its copy of the source is missing or was changed: the hash in run.json is another"
-    here = run.machine
+    here, planned = vars(run.machine), vars(plan.machine)
     unseen = set() if run.lines("telemetry") else {"cpu", "cores", "memory_gib"}  # it failed before it looked around
-    odd = [name for name, value in plan.machine.items() if here.get(name) != value and name not in unseen]
+    odd = [name for name, value in planned.items() if here[name] != value and name not in unseen]
     if odd:
         name = odd[0]
-        yield f"it ran on another machine or installation: {name} is {here.get(name)!r}, not {plan.machine[name]!r}"
+        yield f"it ran on another machine or installation: {name} is {here[name]!r}, not {planned[name]!r}"
 
 
 def _option(command: Sequence[str], name: str) -> str | None:
@@ -342,7 +342,7 @@ def _seeds(plan: Plan, runs: list[Run]) -> Iterator[str]:
         if a.entry.side == b.entry.side and a.entry.seed != b.entry.seed and _losses(a) == _losses(b):
             yield f"{a.entry.name} and {b.entry.name} have the same losses although their seeds differ: one is a copy"
         twins = (
-            plan.paired and not differences(plan.recipes["A"], plan.recipes["B"]) and plan.machine["devices"] == ["cpu"]
+            plan.paired and not differences(plan.recipes["A"], plan.recipes["B"]) and plan.machine.devices == ("cpu",)
         )
         if twins and a.entry.seed == b.entry.seed and _losses(a) != _losses(b):
             yield f"{a.entry.name} and {b.entry.name} have the same recipe and seed, but other losses"

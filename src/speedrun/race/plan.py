@@ -6,6 +6,7 @@ results are looked at. Every run carries the sha256 of the file, so it cannot be
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -42,6 +43,31 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Settings:
+    """As asked for, the same for all runs."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    threads: int | None = None
+    attention: str = "auto"
+    compile: bool = True
+
+
+@dataclass(frozen=True)
+class MachineInfo:
+    """What tells one machine, or one installation, from another, as far as a run knows it."""
+
+    cpu: str | None
+    cores: int | None
+    memory_gib: int
+    devices: tuple[str, ...]
+    platform: str
+    python: str
+    torch: str
+    cpu_capability: str
+
+
+@dataclass(frozen=True)
 class Plan:
     created: str
     kind: str
@@ -65,9 +91,8 @@ class Plan:
     looks: tuple[int, ...]
     """After how many blocks (or runs, without a side B) the results are judged; the last one ends the race."""
     splits: tuple[str, ...]
-    settings: dict[str, Any]
-    """Device, arithmetic, threads, attention and compiling, as asked for."""
-    machine: dict[str, Any]
+    settings: Settings
+    machine: MachineInfo
     source_sha256: str
 
     @property
@@ -185,22 +210,21 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def this_machine() -> dict[str, Any]:
+def this_machine() -> MachineInfo:
     return machine(describe_environment(), describe_devices(), telemetry.snapshot())
 
 
-def machine(environment: dict[str, Any], devices: list[str], snapshot: dict[str, Any]) -> dict[str, Any]:
-    """What tells one machine, or one installation, from another, as far as a run knows it."""
-    return {
-        "cpu": snapshot.get("cpu_model"),
-        "cores": snapshot.get("cpu_logical_cores"),
-        "memory_gib": round(snapshot.get("memory_total_mib", 0) / 1024),
-        "devices": devices,
-        "platform": environment["platform"],
-        "python": environment["python"].split()[0],
-        "torch": environment["torch"]["version"],
-        "cpu_capability": environment["torch"]["cpu_capability"],
-    }
+def machine(environment: dict[str, Any], devices: Sequence[str], snapshot: dict[str, Any]) -> MachineInfo:
+    return MachineInfo(
+        cpu=snapshot.get("cpu_model"),
+        cores=snapshot.get("cpu_logical_cores"),
+        memory_gib=round(snapshot.get("memory_total_mib", 0) / 1024),
+        devices=tuple(devices),
+        platform=environment["platform"],
+        python=environment["python"].split()[0],
+        torch=environment["torch"]["version"],
+        cpu_capability=environment["torch"]["cpu_capability"],
+    )
 
 
 def flags(recipe: Recipe, base: Recipe) -> list[str]:

@@ -25,7 +25,7 @@ from speedrun.options import unset
 from speedrun.race import plan as plans
 from speedrun.race.children import was_stopped
 from speedrun.race.evidence import INTERRUPTED, MANIFEST, RUNS, Run, examine_run, write_manifest
-from speedrun.race.plan import PLAN, Entry, Plan
+from speedrun.race.plan import PLAN, Entry, Plan, Settings
 from speedrun.race.statistics import ALPHA, FEWEST
 from speedrun.race.sweep import value_of
 from speedrun.race.verdict import TEXT, VERDICT, Row, decided, judge, read_row, render
@@ -169,7 +169,7 @@ def of_sides(given: Race, sides: dict[str, tuple[str, Recipe]], track: Track, cr
         alpha=given.alpha,
         looks=look_numbers(given.looks, given.runs // 2 if len(sides) == 2 else given.runs),
         splits=("val", "shadow") if any("shadow_" in name for name in files) else ("val",),
-        settings={name: getattr(given, name) for name in ("device", "dtype", "threads", "attention", "compile")},
+        settings=Settings(given.device, given.dtype, given.threads, given.attention, given.compile),
         machine=plans.this_machine(),
         source_sha256=source_sha256(),
     )
@@ -293,7 +293,7 @@ class Course:
         words += plans.flags(recipe, base)
         if self.plan.data is not None:
             words += ["--data", self.plan.data, "--target", repr(self.plan.target)]
-        for name, value in settings.items():
+        for name, value in vars(settings).items():
             words += [] if value is None else [f"--{name}", str(value)]
         words += ["--shadow", str("shadow" in self.plan.splits), "--plan", self.plan_sha256, "--seed", str(entry.seed)]
         return [*words, "--checkpoint-every", "0", "--save", "False", "--sample", "False", "--out", str(path)]

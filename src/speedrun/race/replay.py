@@ -48,8 +48,8 @@ def replay(run: Run, plan: Plan, steps: int, data: Path | None) -> Replay:
     if not 1 <= steps <= total:
         raise UserError(f"--steps is {steps}; the run has {total}, so choose 1 to {total}.")
     threads = run.about.threads
-    machine = choose(settings["device"], settings["dtype"], threads, settings["attention"], recipe.model.head_width)
-    options = Options(run.entry.seed, settings["compile"], final_checkpoint=False, val_tokens=plan.val_tokens)
+    machine = choose(settings.device, settings.dtype, threads, settings.attention, recipe.model.head_width)
+    options = Options(run.entry.seed, settings.compile, final_checkpoint=False, val_tokens=plan.val_tokens)
     with tempfile.TemporaryDirectory() as temporary:
         scratch = RunFolder.create(Path(temporary) / "replay", {}, console=lambda line: None)
         trainer = Trainer(recipe, tokens, machine, options, scratch, Report(total, quiet=True))
@@ -69,7 +69,9 @@ def replay(run: Run, plan: Plan, steps: int, data: Path | None) -> Replay:
     inexact = ""
     if plan.source_sha256 != source_sha256():
         inexact = "another version of speedrun trained there"
-    elif here["devices"] != ["cpu"] or any(here[k] != there[k] for k in ("cpu", "torch", "cpu_capability", "devices")):
+    elif here.devices != ("cpu",) or any(
+        getattr(here, k) != getattr(there, k) for k in ("cpu", "torch", "cpu_capability", "devices")
+    ):
         inexact = "another kind of machine"
     allowed = TOLERANCE if inexact else 0.0
     problem, worst = None, 0.0

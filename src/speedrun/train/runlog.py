@@ -288,11 +288,14 @@ def read_metrics(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
     file = path / METRICS if path.is_dir() else path
     if not path.exists():
         raise UserError(f"There is no run folder {path}. Check the name.")
-    return [
-        {key: _number(value) for key, value in values.items()}
-        for _, values in _metric_lines(file)
-        if kind is None or values["kind"] == kind
-    ]
+    found = []
+    for number, (line, values) in enumerate(_metric_lines(file), start=1):
+        values = {key: _number(value) for key, value in values.items()}
+        if values["kind"] in ("train", "val") and not all(type(values.get(k)) is float for k in ("loss", "time")):
+            raise UserError(f"Line {number} of {file} is damaged: {line[:60]!r} has no loss or time. Delete that line.")
+        if kind is None or values["kind"] == kind:
+            found.append(values)
+    return found
 
 
 def _metric_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
