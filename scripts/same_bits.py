@@ -5,7 +5,7 @@
 Each commit runs its own code in a checkout of its own: the cases of its `scripts/bits_cases.py`, in 1, 2 and 3 gloo
 processes, eagerly, and some of them compiled. Compared are the losses of every step and validation as hex floats, and
 the hashes of the exact weights at the end, sorted, since names and order may change. A commit from before the cases
-existed is given their first version.
+existed is given their first version; a case that only the new version has is named, and not compared.
 
 Compiled code may change its bits without being wrong: when torch.compile was handed other graphs, both final losses are
 printed and must agree within 1e-3; with the same graphs the bits must be the same. Exit code 0: equal, 1: not, 2: a
@@ -161,10 +161,10 @@ def tell(old: Found, new: Found, how: str) -> int:
         raise Mistake("neither version has such a case.")
     bad = 0
     for name in dict.fromkeys([*old, *new]):
-        if name not in old or name not in new:
-            why: str | None = f"only {'the new' if name in new else 'the old'} version has this case"
-        else:
-            why = difference(old[name], new[name])
+        if name not in old:
+            print(f"{how}, {name}: a new case, which the old version lacks", flush=True)
+            continue
+        why = difference(old[name], new[name]) if name in new else "the new version lacks this case"
         bad += why is not None
         print(f"{how}, {name}: {why or 'equal'}", flush=True)
     return bad
