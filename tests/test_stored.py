@@ -131,6 +131,16 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a folder": (into_folder, "is a folder, not a stored file."),
     "a list": (lambda file: file.write_text("[1]"), "is damaged: it is not a JSON object."),
 }
+TRAIN = (
+    "train --data tokens --recipe adamw --out run --compile False --sample False --threads 1 --schedule.steps 2 "
+    "--schedule.length 16 --validation.length 16 --model.width 16 --model.heads 2 --model.layers 1"
+)
+
+
+ABLATION = (
+    "ablate --data tokens --recipe adamw --switches zero-init --seeds 1 --out ablation --compile False --threads 1 "
+    "--set schedule.steps=10 schedule.length=16 validation.length=16 model.width=16 model.heads=2 model.layers=1"
+)
 # What reads each kind of file, a wrong type and a number out of range for it, and the way out that it must name.
 KINDS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], str, str]] = {
     "run/run.json": (
@@ -161,17 +171,15 @@ KINDS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], str, str]] = {
         "verify record", {"model": 3}, "at model: Expected `object`, got `int`",
         {"validation": {"rows": 0}}, "at validation.rows: Expected `int` >= 1", "Restore it from a copy, or",
     ),
+    "ablation/ablation.json": (
+        ABLATION, {"variants": 3}, "at variants: Expected `array`, got `int`",
+        {"asked": {"seeds": "5"}}, "at asked.seeds: Expected `int`, got `str`", "Restore it, or choose another --out.",
+    ),
     "record/verdict.json": (
         "verify record", {"runs": "8"}, "verdict.json was changed: its sha256",
         {"target": 0.1}, "verdict.json was changed: its sha256", "",
     ),
 }  # fmt: skip
-
-
-TRAIN = (
-    "train --data tokens --recipe adamw --out run --compile False --sample False --threads 1 --schedule.steps 2 "
-    "--schedule.length 16 --validation.length 16 --model.width 16 --model.heads 2 --model.layers 1"
-)
 
 
 @pytest.fixture(scope="session")
@@ -183,6 +191,7 @@ def made(tokens: TokenFolder, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "root" / "pocket").mkdir(parents=True)
     with contextlib.chdir(folder):
         assert cli.main(TRAIN.split()) == 0
+        assert cli.main(ABLATION.split()) == 0
     return folder
 
 
@@ -230,22 +239,37 @@ def test_a_file_that_cannot_be_read_is_named_with_the_way_out(
         file.write_bytes(good)
 
 
-def test_a_metrics_file_that_cannot_be_read_is_named(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = stored / "run" / "metrics.jsonl"
+@pytest.mark.parametrize(("name", "command"), [("run/metrics.jsonl", "report run"), ("ablation/rows.jsonl", ABLATION)])
+def test_a_line_that_cannot_be_read_is_named(
+    name: str, command: str, stored: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = stored / name
     good = file.read_bytes()
-    for spoil, says in (
-        (grow, "has 1,073,741,824 bytes"),
-        (into_folder, "is a folder"),
-        (
-            lambda f: f.write_bytes(b'{"a":' * 10_000 + b"\n"),
-            "Line 1 of run/metrics.jsonl is damaged: its JSON is nested",
-        ),
-        (lambda f: f.write_bytes(b"\xff\n"), "Line 1 of run/metrics.jsonl is damaged: JSON is malformed"),
-        (lambda f: f.write_text("{}\n"), "Line 1 of run/metrics.jsonl is damaged: b'{}'. Delete that line."),
-    ):
+    line = json.loads(good.splitlines()[1])
+    lines: tuple[tuple[Any, str], ...] = (
+        ({**line, "wings": 2}, "has the field 'wings', which this version of speedrun does not know."),
+        ({**line, "loss": "low"}, "is damaged at loss: Expected `float"),
+        ({k: v for k, v in line.items() if k != "loss"}, "is damaged: Object missing required field `loss`"),
+        ([], "is damaged: it is not a JSON object"),
+    )
+    damages: list[tuple[Callable[[Path], Any], str]] = [
+        (lambda f, wrong=wrong: f.write_bytes(good + json.dumps(wrong).encode() + b"\n"), f"Line 10 of {name} {says}")
+        for wrong, says in lines
+    ]
+    damages += [
+        (lambda f: f.write_bytes(b'{"a":' * 10_000 + b"\n"), f"Line 1 of {name} is damaged: its JSON is nested too"),
+        (lambda f: f.write_bytes(b"\xff\n"), f"Line 1 of {name} is damaged: JSON is malformed"),
+        (grow, f"{name} has 1,073,741,824 bytes"),
+        (into_folder, f"{name} is a folder"),
+    ]
+    for spoil, says in damages:
         spoil(file)
-        assert cli.main(["report", "run"]) == 2
-        assert says in capsys.readouterr().err
+        before = everything(stored)
+        assert cli.main(command.split()) == 2
+        said = capsys.readouterr().err
+        assert re.sub(r"Line \d+", "Line 1", says) in re.sub(r"Line \d+", "Line 1", said), said
+        assert len(said.splitlines()) == 1, said
+        assert everything(stored) == before
         if file.is_dir():
             file.rmdir()
         file.write_bytes(good)

@@ -32,6 +32,7 @@ from speedrun.errors import UserError, similar
 T = TypeVar("T")
 FORMAT = 1
 """Format of a stored JSON file, also of one without a number. A kind that changes gets a FORMAT of its own."""
+DELETE = "Delete that line."
 LARGEST = 2**28
 """Bytes. A larger file is none of ours, and reading it would fill the memory."""
 
@@ -134,6 +135,17 @@ def read_bytes(path: Path, way_out: str) -> bytes:
         raise UserError(f"{path.parent} is a file, but the folder of {path.name} is needed.") from None
     except OSError as e:
         raise UserError(f"{path} cannot be read: {e.strerror}. {way_out}") from e
+
+
+def read_lines(path: Path, way_out: str) -> Iterator[tuple[str, bytes, dict[str, Any]]]:
+    """Each line of a file of JSON objects: what an error calls it, as it stands, and as JSON.
+
+    What follows the last newline was torn by a kill and does not count.
+    """
+    whole, newline, _torn = read_bytes(path, way_out).rpartition(b"\n")
+    for n, line in enumerate(whole.split(b"\n") if newline else (), start=1):
+        where = f"Line {n} of {path}"
+        yield where, line, decode_json(line, where, DELETE)
 
 
 def decode_json(content: bytes, where: str, way_out: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from speedrun.data.shards import TokenFolder
 from speedrun.files import write_atomic, write_json
 from speedrun.race import ablate, records
 from speedrun.race.ablate import BASE, SHORTER
+from speedrun.race.sweep import ROWS
 from speedrun.recipes import get_recipe
 from speedrun.report.draw import COLORS, on_page, short, ticks
 from speedrun.report.pages import page_of
@@ -87,7 +88,7 @@ def folders(raced: Path, held_out: TokenFolder, tmp_path_factory: pytest.TempPat
     (root / "ablation").mkdir()
     about = ablate.AblationPlan(ablate.Ablate(recipe="adamw", seeds=4), base, {}, tuple(names), "")
     write_json(root / "ablation" / ablate.PLAN, plain(about))
-    write_atomic(root / "ablation" / ablate.ROWS, "".join(json.dumps(row) + "\n" for row in rows))
+    write_atomic(root / "ablation" / ROWS, "".join(json.dumps(row) + "\n" for row in rows))
     return {
         **{name: root / name for name in ("run", "traced", "ablation", "records")},
         "race": raced,

@@ -173,20 +173,18 @@ def test_metrics_keep_every_bit(run: RunFolder) -> None:
     torch.manual_seed(0)
     losses = torch.randn(100).tolist() + torch.randn(100, dtype=torch.float64).tolist() + [1e-320, 0.1 + 0.2]
     for step, loss in enumerate(losses):
-        run.metric({"step": step, "kind": "train", "loss": loss, "time": 0.5})
+        run.metric({"step": step, "kind": "train", "loss": loss, "lr": 1.0, "time": 0.5})
     assert [m["loss"] for m in read_metrics(run.path, "train")] == losses
 
 
 def test_each_line_is_there_when_metric_returns(run: RunFolder) -> None:
     for step in range(3):
-        run.metric({"step": step, "kind": "train", "loss": 1.0, "time": 0.5})
+        run.metric({"step": step, "kind": "train", "loss": 1.0, "lr": 1.0, "time": 0.5})
         assert len(lines(run)) == step + 1
 
 
 def test_nan_and_inf_are_strings_in_the_file_and_floats_for_us(run: RunFolder) -> None:
-    run.metric(
-        {"step": 1, "kind": "val", "loss": math.nan, "time": 0.5, "up": math.inf, "down": -math.inf, "all": [math.nan]}
-    )
+    run.metric({"step": 1, "kind": "event", "loss": math.nan, "up": math.inf, "down": -math.inf, "all": [math.nan]})
 
     def strict(constant: str) -> None:
         raise AssertionError(f"{constant} is no JSON")
@@ -194,7 +192,7 @@ def test_nan_and_inf_are_strings_in_the_file_and_floats_for_us(run: RunFolder) -
     text = (run.path / "metrics.jsonl").read_text()
     assert json.loads(text, parse_constant=strict)["all"] == ["nan"]
     assert (json.loads(text)["loss"], json.loads(text)["up"], json.loads(text)["down"]) == ("nan", "inf", "-inf")
-    (read,) = read_metrics(run.path, "val")
+    (read,) = read_metrics(run.path, "event")
     assert math.isnan(read["loss"])
     assert (read["up"], read["down"]) == (math.inf, -math.inf)
 
@@ -207,8 +205,8 @@ def test_a_line_without_step_or_kind_is_a_bug(run: RunFolder, bad: dict[str, Any
 
 
 def test_kinds_are_read_apart_and_a_torn_line_does_not_count(run: RunFolder) -> None:
-    run.metric({"step": 0, "kind": "train", "loss": 1.0, "time": 0.5})
-    run.metric({"step": 1, "kind": "val", "loss": 1.0, "time": 0.5})
+    run.metric({"step": 0, "kind": "train", "loss": 1.0, "lr": 1.0, "time": 0.5})
+    run.metric({"step": 1, "kind": "val", "loss": 1.0, "losses": {}, "time": 0.5})
     with open(run.path / "metrics.jsonl", "a") as f:
         f.write('{"step": 1, "kind": "train", "lo')
     assert [m["step"] for m in read_metrics(run.path, "train")] == [0]
@@ -220,14 +218,14 @@ def test_kinds_are_read_apart_and_a_torn_line_does_not_count(run: RunFolder) -> 
 
 @pytest.mark.parametrize("line", ['{"step": 1', "[]", '{"step": "1", "kind": "val"}', '{"step": 1}', "\0\0\0", ""])
 def test_a_damaged_line_in_the_middle_is_named(run: RunFolder, line: str) -> None:
-    good = '{"step": 0, "kind": "train", "loss": 1.0, "time": 0.5}\n'
+    good = '{"step": 0, "kind": "train", "loss": 1.0, "lr": 1.0, "time": 0.5}\n'
     (run.path / "metrics.jsonl").write_text(good + line + "\n" + good)
     with pytest.raises(UserError, match=r"Line 2 of .* is damaged"):
         read_metrics(run.path)
 
 
 def test_a_full_disk_leaves_whole_lines(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    run.metric({"step": 0, "kind": "train", "loss": 1.0, "time": 0.5})
+    run.metric({"step": 0, "kind": "train", "loss": 1.0, "lr": 1.0, "time": 0.5})
     write = os.write
 
     def half(fd: int, data: Any) -> int:
@@ -238,8 +236,8 @@ def test_a_full_disk_leaves_whole_lines(run: RunFolder, monkeypatch: pytest.Monk
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", half)
         with pytest.raises(UserError, match="disk is full"):
-            run.metric({"step": 1, "kind": "train", "loss": 1.0, "time": 0.5})
-    run.metric({"step": 2, "kind": "train", "loss": 1.0, "time": 0.5})
+            run.metric({"step": 1, "kind": "train", "loss": 1.0, "lr": 1.0, "time": 0.5})
+    run.metric({"step": 2, "kind": "train", "loss": 1.0, "lr": 1.0, "time": 0.5})
     assert [m["step"] for m in lines(run)] == [0, 2]
 
 
@@ -253,14 +251,14 @@ def recorded(path: Path) -> list[tuple[str, int]]:
 def simulate(run: RunFolder, begin: int, end: int, *, every: int = 2) -> None:
     """Steps begin .. end-1 as the loop writes them: validation before the first step and after every second."""
     if begin == 0:
-        run.metric({"step": 0, "kind": "val", "loss": 1.0, "time": 0.5})
+        run.metric({"step": 0, "kind": "val", "loss": 1.0, "losses": {}, "time": 0.5})
     for step in range(begin, end):
-        run.metric({"step": step, "kind": "train", "loss": 1.0, "time": 0.5})
+        run.metric({"step": step, "kind": "train", "loss": 1.0, "lr": 1.0, "time": 0.5})
         if step == 3:
             run.metric({"step": step, "kind": "event"})
         if (step + 1) % every == 0:
             run.metric({"step": step, "kind": "telemetry"})
-            run.metric({"step": step + 1, "kind": "val", "loss": 1.0, "time": 0.5})
+            run.metric({"step": step + 1, "kind": "val", "loss": 1.0, "losses": {}, "time": 0.5})
         run.log(f"step {step}")
 
 
@@ -317,11 +315,11 @@ def test_killed_before_the_first_line(run: RunFolder) -> None:
 def test_appending_after_a_torn_line_without_a_cut(run: RunFolder) -> None:
     """Long enough that the end of the last whole line is not in the last block read."""
     (run.path / "metrics.jsonl").write_text(
-        '{"step": 0, "kind": "val", "loss": 1.0, "time": 0.5}\n{"step": 1, "x": "' + "y" * 20_000
+        '{"step": 0, "kind": "val", "loss": 1.0, "losses": {}, "time": 0.5}\n{"step": 1, "x": "' + "y" * 20_000
     )
     (run.path / "log.txt").write_text("one\nto")
     again = RunFolder.open(run.path, quiet)
-    again.metric({"step": 1, "kind": "val", "loss": 1.0, "time": 0.5})
+    again.metric({"step": 1, "kind": "val", "loss": 1.0, "losses": {}, "time": 0.5})
     again.log("three")
     assert recorded(run.path) == [("val", 0), ("val", 1)]
     assert (run.path / "log.txt").read_text() == "one\nto\nthree\n"

@@ -11,7 +11,6 @@ With --jobs several runs share the machine: more losses an hour, and seconds tha
 
 import dataclasses
 import hashlib
-import json
 import math
 import sys
 import time
@@ -25,14 +24,14 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 
+from speedrun.checks import AboveZero
 from speedrun.errors import UserError, nearest
-from speedrun.files import explained, write_atomic
 from speedrun.options import unset
 from speedrun.race import plan as plans
 from speedrun.race.children import Children
 from speedrun.race.race import side
 from speedrun.race.statistics import Effect, effect, holm
-from speedrun.race.sweep import keep_to, read_rows
+from speedrun.race.sweep import ROWS, RowLog, keep_to
 from speedrun.recipes import DEFAULT, get_recipe
 from speedrun.tracks import get_track, own_track
 from speedrun.train.config import Recipe, fields_of, with_fields
@@ -42,7 +41,7 @@ from speedrun.train.runlog import read_result, source_sha256
 
 Changes = dict[str, Any]
 Row = dict[str, Any]
-PLAN, ROWS = "ablation.json", "rows.jsonl"
+PLAN = "ablation.json"
 BASE, SHORTER = "as it is", "shorter"
 SHARE = 0.1  # how much shorter the run is that gives the exchange rate
 
@@ -210,15 +209,23 @@ def run(given: Ablate, console: Console) -> list["Line"]:
     return lines_of(rows.rows, list(entrants))
 
 
-class Rows:
-    """rows.jsonl: one line per run, whole or not there."""
+@dataclass(frozen=True)
+class VariantRun:
+    """A row of an ablation."""
 
+    variant: str
+    seed: int
+    status: str
+    loss: float | None
+    seconds: AboveZero
+    tokens: int
+    steps: int
+    minutes: float
+
+
+class Rows(RowLog):
     def __init__(self, file: Path) -> None:
-        self.file = file
-        self.rows = read_rows(file)
-        whole = "".join(json.dumps(row) + "\n" for row in self.rows)
-        if file.exists() and whole != file.read_text():
-            write_atomic(file, whole)  # the last one was torn
+        super().__init__(file, VariantRun)
 
     @property
     def known(self) -> set[tuple[str, int]]:
@@ -232,11 +239,6 @@ class Rows:
         """What a run of this variant took, or of any; before the first one nothing is known."""
         own = [row["minutes"] for row in self.rows if row["variant"] == name] or [row["minutes"] for row in self.rows]
         return float(sum(own) / len(own)) if own else 0.0
-
-    def add(self, row: Row) -> None:
-        with explained(self.file), open(self.file, "a") as f:
-            f.write(json.dumps(row, allow_nan=False) + "\n")
-        self.rows.append(row)
 
 
 def execute(given: Ablate, children: Children, name: str, recipe: Recipe, seed: int) -> Row:

@@ -8,7 +8,6 @@ shapes of different speed are compared fairly. Every trial is a process of its o
 the same command continues where it was stopped. Only the validation split is ever read.
 """
 
-import contextlib
 import hashlib
 import itertools
 import json
@@ -28,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from speedrun.errors import UserError, nearest
-from speedrun.files import decode_json, explained, read_bytes, read_json, write_atomic, write_json
+from speedrun.files import DELETE, explained, from_json, read_json, read_lines, write_atomic, write_json
 from speedrun.race.children import Children
 from speedrun.recipes import DEFAULT, get_recipe
 from speedrun.tracks import get_track, own_track
@@ -36,7 +35,7 @@ from speedrun.train.config import Recipe, fields_of, with_fields
 from speedrun.train.runlog import plain, read_metrics, read_result
 
 CALIBRATION_STEPS = 24
-PLAN = "sweep.json"
+PLAN, ROWS = "sweep.json", "rows.jsonl"
 Fields = dict[str, Any]
 
 
@@ -154,12 +153,10 @@ class Bench:
 
     def __init__(self, given: Sweep, base: Recipe, fixed: Fields, console: Console) -> None:
         self.given, self.base, self.fixed, self.console = given, base, fixed, console
-        self.rows_file = given.out / "rows.jsonl"
-        self.rows = read_rows(self.rows_file)
-        whole = "".join(json.dumps(row, allow_nan=False) + "\n" for row in self.rows)
-        if self.rows_file.exists() and whole != self.rows_file.read_text():
-            console.print(f"the last row of {self.rows_file} was torn; it is dropped")
-            write_atomic(self.rows_file, whole)
+        self.log = RowLog(given.out / ROWS, Trial)
+        if self.log.torn:
+            console.print(f"the last row of {self.log.file} was torn; it is dropped")
+        self.rows = self.log.rows
         self.known = {r["key"]: r for r in self.rows}
 
     @property
@@ -206,9 +203,7 @@ class Bench:
         if self.minutes >= self.given.budget:
             raise BudgetSpent
         row = self.execute(kind, changes, seed, steps, key)
-        with explained(self.rows_file), open(self.rows_file, "a") as f:
-            f.write(json.dumps(row, allow_nan=False) + "\n")
-        self.rows.append(row)
+        self.log.add(row)
         self.known[key] = row
         text = f"loss {row['loss']:.4f}" if row["status"] == "ok" else row["status"]
         text = f"{1000 * row['step_seconds']:.1f} ms/step" if "step_seconds" in row and kind != "trial" else text
@@ -257,12 +252,45 @@ class Bench:
         return words
 
 
-def read_rows(file: Path) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class Trial:
+    """A row of a sweep."""
+
+    key: str
+    kind: str
+    fields: dict[str, Any]
+    seed: int
+    steps: int
+    minutes: float
+    status: str
+    loss: float | None
+    train_time: float | None = None
+    tokens: int | None = None
+    step_seconds: float | None = None
+
+
+class RowLog:
+    """rows.jsonl: one line per run, whole or not there."""
+
+    def __init__(self, file: Path, kind: type) -> None:
+        self.file = file
+        self.rows = read_rows(file, kind)
+        self.torn = file.exists() and not file.read_bytes().endswith(b"\n")
+        if self.torn:
+            write_atomic(file, "".join(json.dumps(row) + "\n" for row in self.rows))
+
+    def add(self, row: dict[str, Any]) -> None:
+        with explained(self.file), open(self.file, "a") as f:
+            f.write(json.dumps(row, allow_nan=False) + "\n")
+        self.rows.append(row)
+
+
+def read_rows(file: Path, kind: type) -> list[dict[str, Any]]:
     """The whole rows of a rows.jsonl; one that a kill has torn does not count."""
     rows = []
-    for line in read_bytes(file, "Restore it, or choose another --out.").splitlines() if file.exists() else ():
-        with contextlib.suppress(UserError):
-            rows.append(decode_json(line, str(file), ""))
+    for where, _, row in read_lines(file, "Restore it, or choose another --out.") if file.exists() else ():
+        from_json(row, kind, where, DELETE)
+        rows.append(row)
     return rows
 
 
@@ -414,7 +442,7 @@ def effort(folder: Path) -> dict[str, tuple[int, float]]:
     spent: dict[str, tuple[int, float]] = {}
     for plan in sorted(folder.glob(f"*/{PLAN}")):
         try:
-            stored, rows = read_json(plan, SweepPlan, ""), read_rows(plan.with_name("rows.jsonl"))
+            stored, rows = read_json(plan, SweepPlan, ""), read_rows(plan.with_name(ROWS), Trial)
         except UserError:
             continue  # somebody else's sweep, and no reason to lose this one's report
         name = f"{stored.asked.recipe} on {'own data' if stored.token_files else stored.asked.track}"

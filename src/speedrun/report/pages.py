@@ -18,7 +18,7 @@ from speedrun.files import read_json, write_atomic
 from speedrun.race import ablate, records
 from speedrun.race.evidence import MANIFEST
 from speedrun.race.plan import PLAN
-from speedrun.race.sweep import read_rows
+from speedrun.race.sweep import ROWS, read_rows
 from speedrun.report import page
 from speedrun.report.ablation import ablation_svg
 from speedrun.report.compare import Curve
@@ -137,7 +137,7 @@ def about_run(about: RunInfo, result: Result | None) -> Section:
 
 def ablation_page(folder: Path) -> str:
     about = read_json(folder / ablate.PLAN, ablate.AblationPlan, "Restore it from a copy, or run the ablation again.")
-    rows = read_rows(folder / ablate.ROWS)
+    rows = read_rows(folder / ROWS, ablate.VariantRun)
     lines = ablate.lines_of(rows, about.variants)
     title = f"{about.asked.recipe} without each of its switches"
     sure = [line.name for line in lines if line.p is not None and line.p < 0.05]

@@ -27,12 +27,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from msgspec import Meta
 
 from speedrun.errors import UserError
-from speedrun.files import decode_json, explained, new_folder, read_bytes, read_json, write_atomic, write_json
+from speedrun.files import DELETE, explained, from_json, new_folder, read_json, read_lines, write_atomic, write_json
 from speedrun.train.config import Options, Recipe
 
 RUN = "run.json"
@@ -105,6 +106,37 @@ class Result:
             raise ValueError(f"a run that ended as {self.status!r} has the validation loss {self.val_loss}")
 
 
+Step = Annotated[int, Meta(ge=0, le=2**53)]
+Seconds = Annotated[float, Meta(ge=0, le=1e12)]
+
+
+@dataclass(frozen=True)
+class TrainLine:
+    """A line of metrics.jsonl after a step."""
+
+    kind: str
+    step: Step
+    loss: float
+    lr: float
+    time: Seconds
+
+
+@dataclass(frozen=True)
+class ValLine:
+    """A line of metrics.jsonl after a validation."""
+
+    kind: str
+    step: Step
+    loss: float
+    losses: dict[str, float]
+    time: Seconds
+    weights: tuple[str, str] | None = None
+    """Hashes of all weights before and after, in a race: validation must be forward only."""
+
+
+LINES: dict[str, type] = {"train": TrainLine, "val": ValLine}  # others have whatever the machine offers
+
+
 class RunFolder:
     """One run's folder, open for appending. Only one process writes it: rank 0."""
 
@@ -175,7 +207,7 @@ class RunFolder:
         self.close()
         metrics = self.path / METRICS
         kept, total = [], 0
-        for line, values in _metric_lines(metrics):
+        for _, line, values in _metric_lines(metrics):
             total += 1
             if values["step"] < step or (values["kind"] == "val" and values["step"] == step > 0):
                 kept.append(line)
@@ -289,29 +321,23 @@ def read_metrics(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
     if not path.exists():
         raise UserError(f"There is no run folder {path}. Check the name.")
     found = []
-    for number, (line, values) in enumerate(_metric_lines(file), start=1):
-        values = {key: _number(value) for key, value in values.items()}
-        if values["kind"] in ("train", "val") and not all(type(values.get(k)) is float for k in ("loss", "time")):
-            raise UserError(f"Line {number} of {file} is damaged: {line[:60]!r} has no loss or time. Delete that line.")
+    for where, _, values in _metric_lines(file):
+        values = _numbers(values)
+        if values["kind"] in LINES:
+            from_json(values, LINES[values["kind"]], where, DELETE)
         if kind is None or values["kind"] == kind:
             found.append(values)
     return found
 
 
-def _metric_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Each whole line as it stands and as JSON."""
+def _metric_lines(path: Path) -> Iterator[tuple[str, bytes, dict[str, Any]]]:
+    """Each whole line: what an error calls it, as it stands, and as JSON."""
     if not path.exists():
         return
-    content = read_bytes(path, "Restore it from a copy, or train again.")
-    whole, newline, _torn = content.rpartition(b"\n")
-    if not newline:
-        return
-    for n, line in enumerate(whole.split(b"\n"), start=1):
-        where = f"Line {n} of {path}"
-        values = decode_json(line, where, "Delete that line.")
-        if type(values.get("step")) is not int or "kind" not in values:
-            raise UserError(f"{where} is damaged: {line[:60]!r}. Delete that line.")
-        yield line + b"\n", values
+    for where, line, values in read_lines(path, "Restore it from a copy, or train again."):
+        if type(values.get("step")) is not int or values.get("kind") not in KINDS:
+            raise UserError(f"{where} is damaged: {line[:60]!r} has no step or kind. {DELETE}")
+        yield where, line + b"\n", values
 
 
 # --- JSON that any reader can read ----------------------------------------------------------------
@@ -334,7 +360,10 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _number(value: Any) -> Any:
+def _numbers(value: Any) -> Any:
+    """What `plain` made words of."""
+    if isinstance(value, dict):
+        return {key: _numbers(item) for key, item in value.items()}
     return float(value) if value in ("nan", "inf", "-inf") else value
 
 
