@@ -17,6 +17,7 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -44,7 +45,7 @@ class Mistake(Exception):
 
 def check_out(version: str, place: Path) -> Path:
     """A folder with the files of a commit; a folder that is named is used as it is."""
-    if Path(version).is_dir():
+    if version and Path(version).is_dir():
         folder = Path(version).resolve()
     else:
         try:
@@ -81,12 +82,19 @@ def started(folder: Path, cases: Path, out: Path, cache: Path, options: list[str
     }
     command = [sys.executable, str(cases), "--out", str(out), *options]
     process = subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # so that its ranks end with it
     )
     try:
         yield process
     finally:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
@@ -123,6 +131,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one process, 8 steps, nothing compiled")
     parser.add_argument("--only", nargs="*", default=[], metavar="CASE", help="these cases alone")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # end the trainings, remove the folder
     with tempfile.TemporaryDirectory(prefix="same-bits-") as temporary:
         try:
             return compare(args, Path(temporary))

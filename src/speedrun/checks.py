@@ -10,6 +10,7 @@ checked by msgspec when a stored file is read (`speedrun.files.read_json`).
 import dataclasses
 import functools
 import math
+import operator
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -17,8 +18,8 @@ from msgspec import Meta
 
 from speedrun.errors import UserError
 
-Count = Annotated[int, Meta(ge=0)]
-Positive = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+Positive = Annotated[int, Meta(ge=1, le=2**53)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 NotNegative = Annotated[float, Meta(ge=0)]
 AboveZero = Annotated[float, Meta(gt=0)]
@@ -29,14 +30,19 @@ def check_fields(config: Any, prefix: str) -> None:
     kind: Any = type(config)
     for name, hint in _hints(kind).items():
         value = getattr(config, name)
-        try:
-            msgspec.convert(value, hint)
-        except msgspec.ValidationError as e:
-            must = requirement(hint, value) or f"this is wrong: {e}"
-            raise UserError(f"{prefix}{name} is {value!r}; {must}.") from None
+        if not _fits(value, hint):
+            raise UserError(f"{prefix}{name} is {value!r}; {requirement(hint, value) or f'it must be {hint}'}.")
         floats = [x for x in (value if isinstance(value, tuple) else (value,)) if isinstance(x, float)]
         if not all(map(math.isfinite, floats)):
             raise UserError(f"{prefix}{name} is {value!r}; it must be finite.")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    try:
+        msgspec.convert(value, hint)
+    except msgspec.ValidationError:
+        return False
+    return True
 
 
 @functools.cache
@@ -46,15 +52,23 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 def requirement(hint: Any, value: Any) -> str:
-    """'it must be at least 1', for annotations with words or ranges; otherwise an empty string."""
+    """'it must be at least 1': what `value` breaks of an annotation with words or ranges; empty for others."""
     if get_origin(hint) is Literal:
         return f"it must be one of: {', '.join(map(str, get_args(hint)))}"
-    if get_origin(hint) is tuple and get_args(hint)[1:] == (...,):
-        return requirement(get_args(hint)[0], 0).replace("it must", "every value must", 1)
+    if get_origin(hint) is tuple and get_args(hint)[1:] == (...,) and isinstance(value, tuple):
+        each = get_args(hint)[0]
+        broken = next(x for x in value if not _fits(x, each))
+        return requirement(each, broken).replace("it must", "every value must", 1)
     if get_origin(hint) is not Annotated:
         return ""
     m = next(m for m in hint.__metadata__ if isinstance(m, Meta))
-    limits = {"at least": m.ge, "above": m.gt, "at most": m.le, "below": m.lt}
-    words = [f"{word} {limit:g}" for word, limit in limits.items() if limit is not None]
-    whole = "a whole number, " if hint.__origin__ is int and type(value) is not int else ""
-    return f"it must be {whole}{' and '.join(words)}"
+    limits = (
+        ("at least", m.ge, operator.ge),
+        ("above", m.gt, operator.gt),
+        ("at most", m.le, operator.le),
+        ("below", m.lt, operator.lt),
+    )
+    number = type(value) in (int, float)
+    words = [f"{word} {x:g}" for word, x, holds in limits if x is not None and not (number and holds(value, x))]
+    whole = ["a whole number"] if hint.__origin__ is int and type(value) is not int else []
+    return f"it must be {' and '.join([*whole, *words])}"

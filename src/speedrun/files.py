@@ -88,7 +88,10 @@ def write_atomic(path: Path, data: bytes | str) -> None:
     """Replace `path` by `data` in one step."""
     if isinstance(data, str):
         data = data.encode()
+    path = path.resolve()  # a link stays a link
     with explained(path):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise UserError(f"{path} is a device or a pipe, not a file. Choose another name.")
         path.parent.mkdir(parents=True, exist_ok=True)
         fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=f".tmp-{os.getpid()}", dir=path.parent)
         try:

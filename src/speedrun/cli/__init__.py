@@ -5,6 +5,7 @@ speedrun train --help               every field of the recipe, with its meaning
 speedrun train --dry-run            what it would be: memory, time, and whether it fits
 """
 
+import errno
 import os
 import signal
 import sys
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()  # here, where a reader that has left can still be told from a bug
     except UserError as e:
         if speaks(e):
-            print(f"speedrun: {e}", file=sys.stderr)
+            print(f"speedrun: {' '.join(str(e).splitlines())}", file=sys.stderr)
         return 2
     except RankLost as e:
         if not e.told:
@@ -79,3 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `| head` has seen enough
         return 1
+    except OSError as e:
+        if e.errno != errno.ENAMETOOLONG:
+            raise
+        print(f"speedrun: The name {str(e.filename)[:60]}... is too long for a file; choose another.", file=sys.stderr)
+        return 2

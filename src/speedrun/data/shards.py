@@ -257,6 +257,8 @@ class TokenFolder:
 
     def verify(self) -> None:
         """Check every file against its sha256; the error names the first wrong one."""
+        if not self.files:
+            raise UserError(f"{self.path / 'tokens.json'} lists no shards; prepare, encode or fetch the folder again.")
         expected = {name: file.sha256 for name, file in self.files.items()}
         expected |= {"tokenizer.json": self.tokenizer_sha256} if self.tokenizer_sha256 else {}
         for name, sha256 in expected.items():

@@ -57,7 +57,7 @@ class GPTConfig:
     """Layers without MLP."""
     attention_gates: bool = False
     """Scale each head's output by a sigmoid of the first channels of its input."""
-    gate_inputs: int = 12
+    gate_inputs: Positive = 12
     """How many channels every gate reads."""
     attention_lambdas: bool = False
     """Two learned numbers per layer that multiply the query-key-value and the output weights (from 0.5 and 1)."""
@@ -155,7 +155,7 @@ class GPTConfig:
                 )
             if layer in self.no_attention:
                 raise UserError(f"model.value_layers names layer {layer}, which has no attention.")
-        if self.value_tables and {t for _, t in self.value_layers} != set(range(self.value_tables)):
+        if len({table for _, table in self.value_layers}) != self.value_tables:
             raise UserError(
                 f"model.value_tables is {self.value_tables}, but model.value_layers uses "
                 f"{sorted({t for _, t in self.value_layers})}; a table that no layer uses would never be trained."

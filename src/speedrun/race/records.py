@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from speedrun.checks import AboveZero, Positive, Share
 from speedrun.errors import UserError
 from speedrun.files import new_folder, read_json, write_atomic, write_json
 from speedrun.race import statistics
@@ -41,13 +42,13 @@ class Record:
     kind: str
     date: datetime.date
     label: str
-    runs: int
+    runs: Positive
     loss: float
-    p: float
+    p: Share
     shadow: float | None
-    measured: float
+    measured: AboveZero
     """Mean seconds of the runs."""
-    official: float
+    official: AboveZero
     """Seconds for the leaderboard."""
     against: str | None
     """What it was raced against."""

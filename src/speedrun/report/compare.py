@@ -14,6 +14,7 @@ from typing import Annotated
 import tyro
 
 from speedrun.errors import UserError
+from speedrun.files import DELETE
 from speedrun.options import unset
 from speedrun.report.draw import COLORS, Frame, Series, picture, text
 from speedrun.train.runlog import RESULT, read_metrics, read_result, read_run
@@ -64,6 +65,8 @@ class Curve:
 
 def tokens_by_step(schedule: ScheduleConfig, last: int) -> list[int]:
     """Tokens seen after 0, 1, ... steps, up to the step with the index `last`."""
+    if last > schedule.total:
+        raise UserError(f"metrics.jsonl has the step {last}, but the run has {schedule.total}. {DELETE}")
     tokens = [0]
     for step in range(last + 1):
         tokens.append(tokens[-1] + schedule.at(min(step, schedule.total - 1)).tokens)

@@ -94,8 +94,10 @@ def machine(shown: Sequence[Shown], metrics: Sequence[list[dict[str, Any]]], nam
 
 
 def value_of(reading: dict[str, Any], field: str) -> Any:
+    """A number, or an empty string where the machine gave none."""
     value = reading.get(field, "")
-    return value[0] if isinstance(value, list) and value else value
+    value = value[0] if isinstance(value, list) and value else value
+    return value if type(value) in (int, float) and math.isfinite(value) else ""
 
 
 def schedules(recipes: Sequence[Recipe]) -> Section:

@@ -153,6 +153,10 @@ def run(given: Send, say: Say) -> int:
     if given.follow and len(given.runs) > 1:
         raise UserError(f"--follow goes with one run, not with {len(given.runs)}; start one command for each.")
     told = [(folder, read_run(folder)) for folder in given.runs]
+    for folder in given.runs:  # what cannot be read is told before anything is sent
+        list(measured(folder))
+        if (folder / RESULT).exists():
+            read_result(folder)
     for folder, about in told:
         tracker = TRACKERS[given.to](given, folder.resolve().name, about)
         sent = send(folder, tracker, given.follow)

@@ -11,9 +11,11 @@ import itertools
 import textwrap
 import typing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from speedrun.checks import Positive, check_fields
+from msgspec import Meta
+
+from speedrun.checks import AboveZero, Count, Positive, check_fields
 from speedrun.data.loader import LoaderConfig
 from speedrun.errors import UserError, nearest
 from speedrun.model.gpt import GPTConfig
@@ -99,31 +101,31 @@ class Recipe:
 class Options:
     """How a run is executed. None of this is part of the recipe."""
 
-    seed: int = 0
+    seed: Count = 0
     """Draws the initial weights and the order of documents."""
     compile: bool = True
     """Use torch.compile when it works here."""
-    checkpoint_every: int = 0
+    checkpoint_every: Count = 0
     """Steps between checkpoints; 0 writes only the final one."""
-    keep: int = 2
+    keep: Positive = 2
     """How many checkpoints stay on disk."""
     final_checkpoint: bool = True
     """Write the trained model at the end, outside the clock."""
-    micro_rows: int | None = None
+    micro_rows: Positive | None = None
     """Rows per forward pass; None takes the whole batch at once. Halved by itself when memory runs out."""
-    val_tokens: int | None = None
+    val_tokens: Positive | None = None
     """Validate on the first so many tokens of the split; None takes all of it."""
-    splits: tuple[str, ...] = ("val",)
+    splits: Annotated[tuple[str, ...], Meta(min_length=1)] = ("val",)
     """Splits measured at the end; the first one is the validation split of the whole run."""
     plan: str | None = None
     """sha256 of the plan of the race that this run belongs to, which must prove that validation is forward only."""
-    patience: float = PATIENCE
+    patience: AboveZero = PATIENCE
     """Seconds that ranks wait for one of them before all give up."""
     backend: str = "auto"
     """What carries messages between ranks: gloo or nccl; auto takes nccl on GPUs."""
     order: str = "eager"
     """In which order ranks exchange and compute within a step: eager, interleaved or plain."""
-    trace: int = 0
+    trace: Count = 0
     """Record what every rank does in so many steps."""
 
 

@@ -393,10 +393,9 @@ class Trainer:
     def restore(self, saved: checkpoint.Checkpoint) -> None:
         with torch.no_grad():
             for name, p in self.model.named_parameters():
-                stored = saved.tensors.get(f"model.{name}")
-                if stored is None or stored.shape != p.shape:
-                    raise UserError(f"{saved.path} does not fit this model: {name} is missing or of another shape.")
-                p.copy_(stored)  # into the existing storage, whose alignment the math library may depend on
+                p.copy_(
+                    saved.tensors[f"model.{name}"]
+                )  # into the existing storage, whose alignment the math library may depend on
         whole = Whole(self.optimizer.param_groups) if self.sharded else self.optimizer
         checkpoint.restore_optimizer(whole, self.names, saved.tensors, saved.state["optimizer"])
         if self.sharded:

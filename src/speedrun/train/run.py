@@ -21,6 +21,7 @@ from speedrun.data import fineweb
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError
 from speedrun.files import locked
+from speedrun.model.gpt import GPT
 from speedrun.optim.pipeline import Team
 from speedrun.tracks import Track
 from speedrun.train import checkpoint
@@ -145,6 +146,8 @@ def resume(
         check_ranks(recipe, team)
         notices: list[str] = []
         saved = checkpoint.newest_good(Muted(path).checkpoints, notice=notices.append)
+        if saved is not None:
+            check_fits(saved, recipe)
         handshake(team, facts(recipe, tokens, options) | {"checkpoint": None if saved is None else saved.step})
         if team.rank:
             return _train(recipe, track, tokens, machine, options, Muted(path), quietly(recipe), saved, team, watch)
@@ -175,9 +178,23 @@ def _resume(
         if machine.threads != about.threads:
             folder.log(f"{machine.threads} threads, {about.threads} before: losses may differ in the last bits")
         step = 0 if saved is None else saved.step
+        read_metrics(path)  # refused before anything is cut back
         checkpoint.drop_later(folder.checkpoints, step, folder.log)
         folder.cut_back(step, "resumed")
         return _train(recipe, track, tokens, machine, options, folder, report, saved, team, watch)
+
+
+def check_fits(saved: checkpoint.Checkpoint, recipe: Recipe) -> None:
+    """A checkpoint that is not of this model is refused before the run folder is touched."""
+    with torch.device("meta"):
+        model = GPT(recipe.model, 1)
+    for name, p in model.named_parameters():
+        stored = saved.tensors.get(f"model.{name}")
+        if stored is None or stored.shape != p.shape:
+            raise UserError(
+                f"{saved.path} does not fit the model of run.json: {name} is missing or of another shape. "
+                "Restore run.json from a copy."
+            )
 
 
 def check_ranks(recipe: Recipe, team: Team) -> None:

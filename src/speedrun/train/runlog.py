@@ -32,6 +32,7 @@ from typing import Annotated, Any, Literal
 import torch
 from msgspec import Meta
 
+from speedrun.checks import Count, NotNegative, Positive
 from speedrun.errors import UserError
 from speedrun.files import DELETE, explained, from_json, new_folder, read_json, read_lines, write_atomic, write_json
 from speedrun.train.config import Options, Recipe
@@ -48,6 +49,9 @@ Status = Literal["ok", "failed", "interrupted"]
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
+Seconds = Annotated[float, Meta(ge=0, le=1e12)]
+
+
 @dataclass(frozen=True)
 class RunData:
     folder: str
@@ -62,19 +66,19 @@ class RunInfo:
     recipe: Recipe
     track: str
     target: float | None
-    seed: int
+    seed: Count
     data: RunData
     options: Options
     machine: tuple[str, ...]
     """Device, arithmetic, threads and attention, each with the reason."""
-    threads: int
+    threads: Annotated[int, Meta(ge=1, le=4096)]
     started: datetime
     command: tuple[str, ...]
     git: dict[str, Any] | None
     devices: tuple[str, ...]
     environment: dict[str, Any]
     source_sha256: str
-    ranks: int = 1
+    ranks: Positive = 1
     interruptions: tuple[dict[str, Any], ...] = ()
 
 
@@ -88,12 +92,12 @@ class Result:
     val_loss: float | None
     losses: dict[str, float]
     """Of the last validation, by split."""
-    steps: int
+    steps: Count
     """Of the recipe, also if the run ended before the last one."""
-    train_time: float
+    train_time: Seconds
     """Seconds on the clock."""
-    tokens: int
-    tokens_per_second: float
+    tokens: Count
+    tokens_per_second: NotNegative
     resumed: bool
     timed: bool
     """Whether its time counts."""
@@ -106,16 +110,12 @@ class Result:
             raise ValueError(f"a run that ended as {self.status!r} has the validation loss {self.val_loss}")
 
 
-Step = Annotated[int, Meta(ge=0, le=2**53)]
-Seconds = Annotated[float, Meta(ge=0, le=1e12)]
-
-
 @dataclass(frozen=True)
 class TrainLine:
     """A line of metrics.jsonl after a step."""
 
     kind: str
-    step: Step
+    step: Count
     loss: float
     lr: float
     time: Seconds
@@ -126,7 +126,7 @@ class ValLine:
     """A line of metrics.jsonl after a validation."""
 
     kind: str
-    step: Step
+    step: Count
     loss: float
     losses: dict[str, float]
     time: Seconds

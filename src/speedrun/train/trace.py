@@ -96,6 +96,8 @@ def read(path: Path) -> Trace:
     file = path / FILE if path.is_dir() else path
     content = read_json(file, dict, "Record a trace with `speedrun train --trace`.")
     try:
+        if content["otherData"]["ranks"] != len({e["pid"] for e in content["traceEvents"]}):
+            raise ValueError("not every rank has events")
         ranks: list[Steps] = [defaultdict(list) for _ in range(content["otherData"]["ranks"])]
         for e in content["traceEvents"]:
             if e["ph"] == "X":
@@ -104,7 +106,7 @@ def read(path: Path) -> Trace:
                 ranks[e["pid"]][e["args"]["step"]].append(span)
     except (KeyError, TypeError, ValueError, IndexError) as e:
         raise UserError(f"{file} is not a trace that `speedrun train --trace` wrote; record it again.") from e
-    if not any(ranks):
+    if not ranks or not all(ranks):
         raise UserError(f"{file} has no steps in it; record it again.")
     return Trace(ranks, content["otherData"])
 
