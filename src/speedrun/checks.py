@@ -30,19 +30,21 @@ def check_fields(config: Any, prefix: str) -> None:
     kind: Any = type(config)
     for name, hint in _hints(kind).items():
         value = getattr(config, name)
-        if not _fits(value, hint):
-            raise UserError(f"{prefix}{name} is {value!r}; {requirement(hint, value) or f'it must be {hint}'}.")
+        problem = _problem(value, hint)
+        if problem:
+            raise UserError(f"{prefix}{name} is {value!r}; {requirement(hint, value) or problem}.")
         floats = [x for x in (value if isinstance(value, tuple) else (value,)) if isinstance(x, float)]
         if not all(map(math.isfinite, floats)):
             raise UserError(f"{prefix}{name} is {value!r}; it must be finite.")
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _problem(value: Any, hint: Any) -> str:
+    """What msgspec says of a value that does not fit; empty for one that does."""
     try:
         msgspec.convert(value, hint)
-    except msgspec.ValidationError:
-        return False
-    return True
+    except msgspec.ValidationError as e:
+        return str(e)
+    return ""
 
 
 @functools.cache
@@ -57,10 +59,14 @@ def requirement(hint: Any, value: Any) -> str:
         return f"it must be one of: {', '.join(map(str, get_args(hint)))}"
     if get_origin(hint) is tuple and get_args(hint)[1:] == (...,) and isinstance(value, tuple):
         each = get_args(hint)[0]
-        broken = next(x for x in value if not _fits(x, each))
-        return requirement(each, broken).replace("it must", "every value must", 1)
+        worst = next(x for x in value if _problem(x, each))
+        return requirement(each, worst).replace("it must", "every value must", 1)
     if get_origin(hint) is not Annotated:
         return ""
+    if hint.__origin__ is int and type(value) is not int:
+        return "it must be a whole number"
+    if type(value) not in (int, float):
+        return "it must be a number"
     m = next(m for m in hint.__metadata__ if isinstance(m, Meta))
     limits = (
         ("at least", m.ge, operator.ge),
@@ -68,7 +74,5 @@ def requirement(hint: Any, value: Any) -> str:
         ("at most", m.le, operator.le),
         ("below", m.lt, operator.lt),
     )
-    number = type(value) in (int, float)
-    words = [f"{word} {x:g}" for word, x, holds in limits if x is not None and not (number and holds(value, x))]
-    whole = ["a whole number"] if hint.__origin__ is int and type(value) is not int else []
-    return f"it must be {' and '.join([*whole, *words])}"
+    broken = [f"{word} {x:g}" for word, x, holds in limits if x is not None and not holds(value, x)]
+    return f"it must be {' and '.join(broken)}"

@@ -57,7 +57,7 @@ class GPTConfig:
     """Layers without MLP."""
     attention_gates: bool = False
     """Scale each head's output by a sigmoid of the first channels of its input."""
-    gate_inputs: Positive = 12
+    gate_inputs: int = 12
     """How many channels every gate reads."""
     attention_lambdas: bool = False
     """Two learned numbers per layer that multiply the query-key-value and the output weights (from 0.5 and 1)."""
