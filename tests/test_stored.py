@@ -115,6 +115,12 @@ def change(**values: Any) -> Callable[[Path], None]:
     return lambda file: file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
 
 
+def change_layers(run: Path) -> None:
+    about = json.loads((run / "run.json").read_text())
+    about["recipe"]["model"]["layers"] = 2
+    (run / "run.json").write_text(json.dumps(about))
+
+
 def into_folder(file: Path) -> None:
     file.unlink()
     file.mkdir()
@@ -311,6 +317,46 @@ def test_an_out_folder_that_cannot_be_made_costs_one_sentence(
         said
     )
     assert len(said.splitlines()) == 1
+    assert everything(stored) == before
+
+
+def test_a_pipe_is_not_replaced_by_a_file_and_a_link_stays_one(
+    stored: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo("pipe")
+    assert cli.main(["recipes", "show", "adamw", "--plot", "pipe"]) == 2
+    assert re.search(r"/pipe is a device or a pipe, not a file\. Choose another name\.\n$", capsys.readouterr().err)
+    assert Path("pipe").is_fifo()
+    Path("link.svg").symlink_to("picture.svg")
+    assert cli.main(["recipes", "show", "adamw", "--plot", "link.svg"]) == 0
+    assert Path("link.svg").is_symlink()
+    assert Path("picture.svg").read_text().startswith("<svg")
+
+
+def test_a_name_that_is_too_long_costs_one_sentence(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "x" * 300
+    for command in (f"train --data tokens --out {name}", f"report {name}", f"train --resume {name}", f"verify {name}"):
+        assert cli.main(command.split()) == 2
+        said = capsys.readouterr().err
+        assert "too long" in said, said
+        assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda run: (run / "metrics.jsonl").write_text('{"step": 0}\n'), "Line 1 of run/metrics.jsonl is damaged"),
+        (change_layers, "checkpoints/step-000002 does not fit the model of run.json: blocks.1."),
+    ],
+)
+def test_a_resume_that_is_refused_touches_nothing(
+    spoil: Callable[[Path], Any], says: str, stored: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (stored / "run" / "result.json").unlink()
+    spoil(stored / "run")
+    before = everything(stored)
+    assert cli.main(["train", "--resume", "run"]) == 2
+    assert says in capsys.readouterr().err
     assert everything(stored) == before
 
 

@@ -393,9 +393,8 @@ class Trainer:
     def restore(self, saved: checkpoint.Checkpoint) -> None:
         with torch.no_grad():
             for name, p in self.model.named_parameters():
-                p.copy_(
-                    saved.tensors[f"model.{name}"]
-                )  # into the existing storage, whose alignment the math library may depend on
+                # Into the existing storage, whose alignment the math library may depend on.
+                p.copy_(saved.tensors[f"model.{name}"])
         whole = Whole(self.optimizer.param_groups) if self.sharded else self.optimizer
         checkpoint.restore_optimizer(whole, self.names, saved.tensors, saved.state["optimizer"])
         if self.sharded:
