@@ -28,6 +28,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 CASES = "scripts/bits_cases.py"
+COMPILED = ("normuon", "interleaved")
 LOWERING = 1e-3  # how far apart the final losses of two lowerings may be
 Found = dict[str, dict[str, Any]]
 
@@ -158,8 +159,9 @@ def compare(args: argparse.Namespace, place: Path) -> int:
             found = {side: finish(running[side], sides[side][0], sides[side][3]) for side in sides}
         bad += tell(found["old"], found["new"], f"{processes} process{'es' * (processes > 1)}")
         print(f"  ({time.monotonic() - begin:.0f} s)")
-    if not args.quick and (not args.only or set(args.only) & {"normuon", "interleaved"}):
-        bad += compare_compiled(sides, place / "cache", only)
+    for name in () if args.quick else COMPILED:
+        if not args.only or name in args.only:
+            bad += compare_compiled(sides, place / "cache", name)
     print("same bits" if not bad else f"NOT the same bits: {bad} difference{'s' * (bad > 1)}")
     return int(bad > 0)
 
@@ -179,32 +181,29 @@ def tell(old: Found, new: Found, how: str) -> int:
     return bad
 
 
-def compare_compiled(sides: dict[str, tuple[str, Path, Path, Path]], cache: Path, only: list[str]) -> int:
+def compare_compiled(sides: dict[str, tuple[str, Path, Path, Path]], cache: Path, name: str) -> int:
     """One after the other: what the old version compiled is in the cache when the new one runs."""
     found, lowered = {}, {}
     for side, (version, folder, cases, out) in sides.items():
         before = graphs(cache)
-        with started(folder, cases, out, cache, ["--compiled", *only]) as process:
-            found[side] = finish(process, version, out)
+        with started(folder, cases, out, cache, ["--compiled", "--only", name]) as process:
+            found[side] = finish(process, version, out)[name]
         lowered[side] = graphs(cache) - before
-    bad = 0
-    for name in dict.fromkeys([*found["old"], *found["new"]]):
-        old, new = found["old"][name], found["new"][name]
-        why = difference(old, new)
-        close = abs(old["final"] - new["final"]) <= LOWERING * abs(old["final"])
-        if why is None:
-            print(f"compiled, {name}: equal")
-        elif lowered["new"] and close:
-            print(
-                f"compiled, {name}: final losses {old['final']:.6f} and {new['final']:.6f}; torch.compile was handed "
-                f"{len(lowered['new'])} graphs that differ from the old ones ({len(lowered['old'])}), so the code it "
-                f"made rounds differently ({why})"
-            )
-        else:
-            reason = "final losses are too far apart" if lowered["new"] else "the compiled graphs are the same"
-            print(f"compiled, {name}: {why}; final losses {old['final']:.6f} and {new['final']:.6f}; {reason}")
-            bad += 1
-    return bad
+    old, new = found["old"], found["new"]
+    why = difference(old, new)
+    if why is None:
+        print(f"compiled, {name}: equal", flush=True)
+        return 0
+    losses = f"final losses {old['final']:.6f} and {new['final']:.6f}"
+    if lowered["new"] and abs(old["final"] - new["final"]) <= LOWERING * abs(old["final"]):
+        print(
+            f"compiled, {name}: {losses}; torch.compile was handed {len(lowered['new'])} graphs that differ from the "
+            f"{len(lowered['old'])} of the old version, so the code it made rounds differently ({why})"
+        )
+        return 0
+    reason = "the final losses are too far apart" if lowered["new"] else "the compiled graphs are the same"
+    print(f"compiled, {name}: {why}; {losses}; {reason}")
+    return 1
 
 
 if __name__ == "__main__":

@@ -12,6 +12,10 @@ class UserError(ValueError):
     """One sentence that names the offending value and the way out."""
 
 
+class OtherVersion(UserError):
+    """A stored file that is whole, but written by a version of the program that knew more."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """' Did you mean X?' when something known looks like `name`; otherwise ' Known: ...'."""
     known = list(known)

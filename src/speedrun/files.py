@@ -27,7 +27,7 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 import platformdirs
 
-from speedrun.errors import UserError, similar
+from speedrun.errors import OtherVersion, UserError, similar
 
 T = TypeVar("T")
 FORMAT = 1
@@ -167,9 +167,11 @@ def from_json(value: Mapping[str, Any], kind: type[T], where: str, way_out: str)
     """`value`, as JSON gives it, as an object of `kind`; `where` is what an error calls it."""
     stored = dict(value)
     number, newest = stored.pop("format", FORMAT), getattr(kind, "FORMAT", FORMAT)
-    if type(number) is not int or not 1 <= number <= newest:
-        raise UserError(
-            f"{where} has format {number!r}, but this version of speedrun reads formats up to {newest}. "
+    if type(number) is not int or number < 1:
+        raise UserError(f"{where} is damaged at format: {number!r} is not a format number. {way_out}")
+    if number > newest:
+        raise OtherVersion(
+            f"{where} has format {number}, but this version of speedrun reads formats up to {newest}. "
             "Update speedrun, or use the version that wrote the file."
         )
     try:
@@ -185,9 +187,9 @@ def from_json(value: Mapping[str, Any], kind: type[T], where: str, way_out: str)
     odd = _unknown(stored, msgspec.to_builtins(found, enc_hook=str), "")
     if odd is not None:
         name, known = odd
-        raise UserError(
-            f"{where} has the field {name!r}, which this version of speedrun does not know.{similar(name, known)} "
-            f"{way_out}"
+        hint = similar(name.rpartition(".")[2], known)
+        raise OtherVersion(
+            f"{where} has the field {name!r}, which this version of speedrun does not know.{hint} {way_out}"
         )
     return found
 
@@ -202,7 +204,7 @@ def _unknown(stored: Any, read: Any, prefix: str) -> tuple[str, list[str]] | Non
     if isinstance(stored, dict) and isinstance(read, dict):
         for name, value in stored.items():
             if name not in read:
-                return prefix + name, [prefix + known for known in read]
+                return prefix + name, list(read)
             odd = _unknown(value, read[name], f"{prefix}{name}.")
             if odd is not None:
                 return odd

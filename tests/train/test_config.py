@@ -73,7 +73,7 @@ def test_a_field_that_came_later_has_its_default() -> None:
     ("part", "field", "value", "says"),
     [
         ("schedule", "xyz", 2, "run.json has the field 'schedule.xyz', which this version of speedrun does not know."),
-        ("model", "layer", 2, "'model.layer', which .* does not know. Did you mean 'model.layers'"),
+        ("model", "layer", 2, "'model.layer', which .* does not know. Did you mean 'layers'"),
         ("model", "layers", "3", "damaged at model.layers: Expected `int`, got `str`"),
         ("model", "layers", 3.0, "damaged at model.layers: Expected `int`, got `float`"),
         ("model", "layers", 0, "damaged at model.layers: Expected `int` >= 1"),
@@ -94,8 +94,10 @@ def test_what_a_stored_recipe_cannot_have_is_named(part: str, field: str, value:
 def test_an_older_format_number_is_read_and_a_newer_one_is_not() -> None:
     stored = to_dict(get_recipe("adamw", "pocket"))
     assert recipe_from_dict({**stored, "format": 1}) == recipe_from_dict(stored)
-    for number in (0, 2, "1", None, True, 1.0):
-        with pytest.raises(UserError, match=r"run.json has format .*reads formats up to 1. Update speedrun"):
+    with pytest.raises(UserError, match=r"run.json has format 2, .* reads formats up to 1. Update speedrun"):
+        recipe_from_dict({**stored, "format": 2})
+    for number in (0, "1", None, True, 1.0):
+        with pytest.raises(UserError, match=r"run.json is damaged at format: .* is not a format number. Restore it."):
             recipe_from_dict({**stored, "format": number})
 
 

@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `| head` has seen enough
         return 1
     except OSError as e:
-        if e.errno != errno.ENAMETOOLONG:
+        if e.errno not in (errno.ENAMETOOLONG, errno.EACCES) or e.filename is None:
             raise
-        print(f"speedrun: The name {str(e.filename)[:60]}... is too long for a file; choose another.", file=sys.stderr)
+        print(f"speedrun: {str(e.filename)[:80]} cannot be used: {e.strerror}; choose another.", file=sys.stderr)
         return 2

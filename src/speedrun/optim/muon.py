@@ -38,7 +38,7 @@ KEPT = 16  # orthogonalizers with their memory; models whose matrices do not all
 
 def scale_of(rule: str, rows: int, cols: int) -> float:
     """Factor of the orthogonal update of a block. Singular values of 1 mean a mean square of 1 / max(rows, cols)."""
-    if rule == "unit-variance":
+    if rule == "unit-variance":  # entries of an update have variance 1, whatever its shape
         return math.sqrt(max(rows, cols))
     if rule == "spectral":  # larger steps for tall matrices, so that a step changes all outputs by the same amount
         return math.sqrt(max(1.0, rows / cols))

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from speedrun.errors import UserError
-from speedrun.files import read_json, sha256_file, write_json
+from speedrun.files import decode_json, from_json, read_bytes, read_json, sha256_file, write_json
 from speedrun.race import plan as plans
 from speedrun.race.plan import PLAN, Entry, Plan
 from speedrun.race.statistics import ALPHA
@@ -89,7 +89,7 @@ def examine_run(run: Run, plan: Plan, plan_sha256: str, source: Path) -> list[st
         found = [
             *_belongs(run, plan, plan_sha256, source, recipe),
             *_measured(run, plan, recipe),
-            *_logged(run, recipe),
+            *(_logged(run, recipe) if plan.source_sha256 == source_sha256() else ()),  # the words may be others
             *_ended(run, plan, recipe),
             *_clocks(run),
         ]
@@ -357,6 +357,15 @@ def _attempts(folder: Path, runs: list[Run]) -> Iterator[str]:
                 yield f"{run.entry.name} has other losses than its interrupted attempt {path.name}"
 
 
+def _known(value: Any, stored: Any) -> Any:
+    """`value` without the fields that the version which stored the other one did not know."""
+    if isinstance(value, dict) and isinstance(stored, dict):
+        return {name: _known(item, stored[name]) for name, item in value.items() if name in stored}
+    if isinstance(value, list) and isinstance(stored, list) and len(value) == len(stored):
+        return list(map(_known, value, stored))
+    return value
+
+
 def _verdicts(
     folder: Path,
     plan: Plan,
@@ -367,9 +376,9 @@ def _verdicts(
     stored: dict[str, Any],
 ) -> Iterator[str]:
     other_version = plan.source_sha256 != source_sha256()
-    if other_version:  # it knew fewer fields
-        verdict = {name: value for name, value in verdict.items() if name in stored}
-    odd = sorted(name for name in {*verdict, *stored} if not plans.agree(verdict.get(name, ...), stored.get(name, ...)))
+    again = {**_known(verdict, stored), "why": stored.get("why")} if other_version else verdict
+    odd = sorted(name for name in {*again, *stored} if not plans.agree(again.get(name, ...), stored.get(name, ...)))
+    odd += [name for name in ("verdict", "sides", "runs", "look", "time", "plan_sha256") if name not in stored]
     if odd:
         yield f"{VERDICT} does not follow from the runs: {', '.join(odd)}"
     try:
@@ -418,12 +427,16 @@ def manifest_of(folder: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Manifest:
+    FORMAT: ClassVar[int] = 2
+    """Format 1 was the files alone, without a number."""
     files: dict[str, str]
     """sha256 by path."""
 
 
 def _manifest(folder: Path) -> Iterator[str]:
-    stored = read_json(folder / MANIFEST, Manifest, UNFINISHED).files
+    where = folder / MANIFEST
+    value = decode_json(read_bytes(where, UNFINISHED), str(where), UNFINISHED)
+    stored = from_json(value if "format" in value else {"files": value}, Manifest, str(where), UNFINISHED).files
     found = manifest_of(folder)
     for name in sorted({*stored, *found}):
         if name not in found:
@@ -435,4 +448,4 @@ def _manifest(folder: Path) -> Iterator[str]:
 
 
 def write_manifest(folder: Path) -> None:
-    write_json(folder / MANIFEST, {"files": manifest_of(folder)})
+    write_json(folder / MANIFEST, {"files": manifest_of(folder)}, Manifest.FORMAT)

@@ -11,7 +11,6 @@ mean. The leaderboard sorts by the official one, so times of different machines 
 import dataclasses
 import datetime
 import html
-import json
 import re
 import shutil
 import zipfile
@@ -21,16 +20,15 @@ from typing import Any
 
 from speedrun.checks import AboveZero, Positive, Share
 from speedrun.errors import UserError
-from speedrun.files import new_folder, read_json, write_atomic, write_json
+from speedrun.files import decode_json, new_folder, read_json, write_atomic, write_json
 from speedrun.race import statistics
 from speedrun.race.evidence import ARCHIVE, INTERRUPTED, RUNS, Finding, examine, write_manifest
-from speedrun.race.plan import PLAN, Plan, agree
+from speedrun.race.plan import PLAN, RESTORE, Plan, agree
 from speedrun.race.verdict import TEXT, VERDICT
 from speedrun.train.config import Recipe, differences, to_dict
 from speedrun.train.runlog import RUN, SOURCE, modules, plain, source_sha256
 
 RECORD, README, RECIPE = "record.json", "README.md", "recipe.json"
-WAY_OUT = "Restore it from a copy, or use the version of speedrun that wrote it."
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ def check_name(name: str) -> None:
 
 
 def read_record(folder: Path) -> Record:
-    return read_json(folder / RECORD, Record, WAY_OUT)
+    return read_json(folder / RECORD, Record, RESTORE)
 
 
 def board(root: Path, track: str) -> list[Record]:
@@ -103,7 +101,7 @@ def submit(race: Path, name: str, root: Path) -> Path:
             if (race / part).is_dir():
                 shutil.copytree(race / part, made / part, ignore=left_out)
         for file in made.glob(f"*/*/{RUN}"):
-            write_json(file, anonymous(json.loads(file.read_text())))
+            write_json(file, anonymous(decode_json(file.read_bytes(), str(file), RESTORE)))
         write_json(made / RECIPE, to_dict(plan.recipes["A"]))
         write_json(made / RECORD, plain(record))
         write_atomic(made / README, readme(record, plan, verdict))
@@ -290,11 +288,18 @@ def problems(folder: Path, found: Finding) -> list[str]:
     wrong = [f"{RECORD} does not follow from the race: {', '.join(odd)}"] if odd else []
     if found.plan.source_sha256 != source_sha256():
         found.notes.append(f"whether {README} says what the race says: another version of the program wrote it")
-    elif not odd and (folder / README).read_text() != readme(record, found.plan, found.verdict):
+    elif not odd and _text(folder / README) != readme(record, found.plan, found.verdict):
         wrong.append(f"{README} does not say what the race says")
-    if read_json(folder / RECIPE, Recipe, WAY_OUT) != found.plan.recipes["A"]:
+    if read_json(folder / RECIPE, Recipe, RESTORE) != found.plan.recipes["A"]:
         wrong.append(f"{RECIPE} is not the recipe of the plan")
     return wrong
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return None  # which is not what it should say
 
 
 # -------------------------------------------------------------------- showing

@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from speedrun.checks import Count
-from speedrun.errors import UserError
+from speedrun.errors import OtherVersion, UserError
 from speedrun.files import (
     decode_json,
     explained,
@@ -252,6 +252,8 @@ def newest_good(folder: Path, notice: Notice) -> Checkpoint | None:
     for n, path in enumerate(candidates):
         try:
             return load(path)
+        except OtherVersion:  # good, and not ours to pass over
+            raise
         except UserError as e:
             reason = e.reason if isinstance(e, DamagedCheckpoint) else str(e)
             if n + 1 < len(candidates):
@@ -333,7 +335,7 @@ def _check(path: Path, name: str, files: dict[str, _Size], size: int, digest: Ca
 def _readable(path: Path, name: str) -> Iterator[None]:
     try:
         yield
-    except DamagedCheckpoint:
+    except (DamagedCheckpoint, OtherVersion):
         raise
     except UserError as e:
         raise DamagedCheckpoint(path, str(e).removeprefix(f"{path}{os.sep}").rstrip(". ")) from e

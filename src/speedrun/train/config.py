@@ -121,9 +121,9 @@ class Options:
     """sha256 of the plan of the race that this run belongs to, which must prove that validation is forward only."""
     patience: AboveZero = PATIENCE
     """Seconds that ranks wait for one of them before all give up."""
-    backend: str = "auto"
+    backend: Annotated[str, Meta(pattern="^(auto|gloo|nccl)$")] = "auto"
     """What carries messages between ranks: gloo or nccl; auto takes nccl on GPUs."""
-    order: str = "eager"
+    order: Annotated[str, Meta(pattern="^(eager|interleaved|plain)$")] = "eager"
     """In which order ranks exchange and compute within a step: eager, interleaved or plain."""
     trace: Count = 0
     """Record what every rank does in so many steps."""
