@@ -85,6 +85,35 @@ def test_a_record_holds_when_every_config_class_has_a_new_field(copy: Path) -> N
     assert recipe.stdout.count("added_later") >= 16, "the copy is what ran"
 
 
+def test_another_version_may_have_other_words_and_more_to_say(copy: Path) -> None:
+    """Texts are held to their hashes in the manifest; of a verdict the fields that were stored are compared."""
+    for old, new in (
+        ("times as fast as", "times the speed of"),  # the verdict's sentence, and verdict.txt with it
+        (r'lines = \[f"\{v\[.verdict.\]', r'lines = ["Verdict", f"{v["verdict"]'.replace('"verdict"', "'verdict'")),
+        (r'^        "label": plan.labels\[side\],$', r'        "label": plan.labels[side], "added_later": 1,'),
+        (r'^        "steps": result.steps,$', r'        "steps": result.steps, "added_later": 1,'),
+        (r"train_loss:\{train_loss:.4f\}", "train_loss:{train_loss:.6f}"),  # log.txt
+        ("## Timing and validation", "## Times and losses"),  # README.md
+    ):
+        assert rewrite(copy, old, new) >= 1, old
+    done = verify_with(copy)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+
+
+def test_another_version_s_verdict_is_held_to_its_numbers(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    verdict = stored / "record" / "verdict.json"
+    good = json.loads(verdict.read_text())
+    for changed, says in (
+        ({**good, "time": {**good["time"], "low": 1.9}}, "verdict.json does not follow from the runs: time"),
+        ({**good, "wings": 2}, "verdict.json does not follow from the runs: wings"),
+        ({}, "verdict.json does not follow from the runs: verdict, sides"),
+    ):
+        verdict.write_text(json.dumps(changed))
+        write_manifest(stored / "record")
+        assert cli.main(["verify", "record"]) == 2
+        assert says in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
