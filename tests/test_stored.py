@@ -106,7 +106,7 @@ def test_another_version_s_verdict_is_held_to_its_numbers(stored: Path, capsys: 
     for changed, says in (
         ({**good, "time": {**good["time"], "low": 1.9}}, "verdict.json does not follow from the runs: time"),
         ({**good, "wings": 2}, "verdict.json does not follow from the runs: wings"),
-        ({}, "verdict.json does not follow from the runs: verdict, sides"),
+        ({}, "verdict.json does not follow from the runs: why, verdict, sides"),
     ):
         verdict.write_text(json.dumps(changed))
         write_manifest(stored / "record")
