@@ -2,12 +2,14 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from speedrun.train import device
+from speedrun.errors import UserError
+from speedrun.train import device, distributed
 
 
 @pytest.mark.parametrize(("dies", "works"), [(True, False), (False, True)])
@@ -51,3 +53,102 @@ def test_coordinate_descent_compiles_on_a_cpu() -> None:
     assert why_not is None
     x = torch.randn(4, 8)
     torch.testing.assert_close(call(x), model(x))
+
+
+class Gpus:
+    """What torch.cuda says on a machine with so many GPUs; `current` is the one that this process computes on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int, capability: tuple[int, int] = (9, 0)) -> None:
+        self.current: int | None = None
+        stand_ins: dict[str, Any] = {
+            "is_available": lambda: True,
+            "device_count": lambda: count,
+            "set_device": lambda chosen: setattr(self, "current", chosen.index),
+            "get_device_name": lambda which=None: f"GPU number {which}",
+            "get_device_capability": lambda which=None: capability,
+        }
+        for name, function in stand_ins.items():
+            monkeypatch.setattr(torch.cuda, name, function)
+
+
+def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int, ranks: int) -> None:
+    variables = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.mark.parametrize("asked", ["auto", "cuda", "cuda:0"])
+def test_every_rank_computes_on_the_gpu_of_its_local_rank(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = Gpus(monkeypatch, 4)
+    for rank in range(4):
+        as_rank(monkeypatch, rank, 4)
+        chosen = device.choose(asked, threads=1, attention="sdpa")
+        assert chosen.device == torch.device("cuda", rank)
+        assert gpus.current == rank, "the current device, on which streams and events are made"
+        assert ("LOCAL_RANK" in chosen.device_reason) == (asked == "cuda:0" and rank > 0)
+
+
+def test_one_process_may_name_its_gpu_also_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = Gpus(monkeypatch, 4)
+    for _ in range(2):
+        assert device.choose("cuda:3", threads=1, attention="sdpa").device == torch.device("cuda", 3)
+        assert gpus.current == 3
+        as_rank(monkeypatch, 0, 1)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("asked", ["auto", "cuda", "cuda:1"])
+def test_more_processes_than_gpus_are_refused_by_all_of_them(
+    asked: str, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = Gpus(monkeypatch, 2)
+    as_rank(monkeypatch, rank, 3)
+    sentence = "3 processes were asked for, but torch sees 2 GPUs here.*start at most 2, or pass --device cpu"
+    with pytest.raises(UserError, match=sentence):
+        device.choose(asked, threads=1)
+    assert gpus.current is None
+    assert device.choose("cpu", "float32", threads=1).device.type == "cpu"
+
+
+def test_the_launcher_refuses_them_before_any_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    Gpus(monkeypatch, 1)
+    with pytest.raises(UserError, match="2 processes were asked for, but torch sees 1 GPU here"):
+        device.check_processes(2, "auto")
+    device.check_processes(2, "cpu")
+    device.check_processes(1, "cuda")
+    with pytest.raises(UserError, match="--nproc is 0; it must be at least 1"):
+        device.check_processes(0, "cpu")
+
+
+def test_bfloat16_is_refused_on_a_gpu_that_has_no_units_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    Gpus(monkeypatch, 1, capability=(7, 5))
+    with pytest.raises(UserError, match=r"cuda:0 has no bf16 tensor cores .compute capability 7\.5.*float32"):
+        device.choose("cuda", "bfloat16", threads=1)
+    assert device.choose("cuda", threads=1, attention="sdpa").dtype == torch.float32
+    Gpus(monkeypatch, 1, capability=(8, 0))
+    assert device.choose("cuda", "bfloat16", threads=1, attention="sdpa").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("place", "backend", "bound"),
+    [("cuda:1", "auto", True), ("cuda:1", "nccl", True), ("cuda:1", "gloo", False), ("cpu", "auto", False)],
+)
+def test_the_process_group_is_bound_to_the_gpu_of_its_rank(
+    place: str, backend: str, bound: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL otherwise guesses it, from the rank or from the first tensor."""
+    asked: dict[str, Any] = {}
+
+    class Enough(Exception):
+        pass
+
+    def init_process_group(*_: object, **options: Any) -> None:
+        asked.update(options)
+        raise Enough
+
+    as_rank(monkeypatch, 1, 2)
+    monkeypatch.setattr(distributed, "meeting_point", lambda *_, **__: torch.distributed.HashStore())
+    monkeypatch.setattr(distributed.dist, "init_process_group", init_process_group)
+    with pytest.raises(Enough), distributed.joined(torch.device(place), backend=backend):
+        pass
+    assert asked["device_id"] == (torch.device(place) if bound else None)

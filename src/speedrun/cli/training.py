@@ -21,7 +21,7 @@ from speedrun.tracks import Track, get_track, own_track
 from speedrun.train import dryrun
 from speedrun.train import run as run_room
 from speedrun.train.config import Options, Recipe, ValidationConfig
-from speedrun.train.device import CompilerConfig, Machine, choose
+from speedrun.train.device import CompilerConfig, Machine, check_processes, choose
 from speedrun.train.distributed import PATIENCE, is_first, launch, may_restart, ranks, restarted
 from speedrun.train.runlog import read_result, read_run
 from speedrun.train.schedule import ScheduleConfig
@@ -157,6 +157,7 @@ def train(args: Sequence[str]) -> int:
     if given.max_restarts and given.nproc == 1 and ranks() == 1:
         raise UserError(f"--max-restarts {given.max_restarts} goes with --nproc; one process is resumed with --resume.")
     if given.nproc != 1 and ranks() == 1 and not given.dry_run:
+        check_processes(given.nproc, given.machine.device)
         if given.max_restarts and not (given.out or given.resume):  # the next attempt must find the run
             args = [*args, "--out", str(run_room.new_run_path(recipe, track, given.seed))]
         return launch(given.nproc, args, given.max_restarts)

@@ -100,11 +100,14 @@ def choose(
     attention: str = "auto",
     head_width: int | None = None,
 ) -> Machine:
-    """Decide where and how to compute, and set torch's thread count. Values other than 'auto' are obeyed or refused.
+    """Decide where and how to compute; set torch's current device and thread count before anything uses them.
 
-    `head_width` is the model's, where it is known: not every attention kernel takes every width.
+    Values other than 'auto' are obeyed or refused. `head_width` is the model's, where it is known: not every attention
+    kernel takes every width.
     """
     chosen, why = _choose_device(device)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
     arithmetic, why_dtype = _choose_dtype(chosen, dtype)
     if threads is not None and threads < 1:
         raise UserError(f"threads is {threads}; it must be at least 1.")
@@ -117,23 +120,48 @@ def choose(
 
 
 def _choose_device(asked: str) -> tuple[torch.device, str]:
-    if asked == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), torch.cuda.get_device_name()
-        if torch.backends.mps.is_available():
-            return torch.device("mps"), "Apple GPU found"
-        return torch.device("cpu"), "no CUDA or Apple GPU found"
-    kind, colon, index = asked.partition(":")
+    """Each process of a machine takes the GPU of its LOCAL_RANK: one that is named by number is for one process."""
     available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if kind not in available or (colon and not (kind == "cuda" and index.isdecimal())):
+    kind, colon, number = asked.partition(":")
+    if asked == "auto":
+        kind = next((k for k in ("cuda", "mps") if available[k]), "cpu")
+    elif kind not in available or (colon and not (kind == "cuda" and number.isdecimal())):
         raise UserError(f"Unknown device {asked!r}; choose auto, cpu, cuda, cuda:N or mps.")
     if not available[kind]:
         raise UserError(
             f"Device {asked!r} was asked for, but torch {torch.__version__} sees none here; try --device cpu."
         )
-    if index and int(index) >= torch.cuda.device_count():
-        raise UserError(f"There is no device {asked!r}; torch sees {torch.cuda.device_count()}, counted from 0.")
-    return torch.device(asked), "as asked"
+    why = "as asked" if asked != "auto" else "Apple GPU found" if kind == "mps" else "no CUDA or Apple GPU found"
+    if kind != "cuda":
+        return torch.device(kind), why
+    there, here = torch.cuda.device_count(), neighbours()
+    if number and int(number) >= there:
+        raise UserError(f"There is no device {asked!r}; torch sees {there}, counted from 0.")
+    check_processes(here, asked)
+    index = int(os.environ.get("LOCAL_RANK", 0)) if here > 1 or not number else int(number)
+    why = torch.cuda.get_device_name(index)
+    if number and index != int(number):
+        why += f"; {asked!r} would put all {here} processes on one GPU, so each takes that of its LOCAL_RANK"
+    return torch.device("cuda", index), why
+
+
+def check_processes(count: int, device: str) -> None:
+    """Refuse more processes on this machine than it has GPUs, if that is what they would compute on."""
+    if count < 1:
+        raise UserError(f"--nproc is {count}; it must be at least 1.")
+    if not (device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())):
+        return
+    there = torch.cuda.device_count()
+    if count > there:
+        raise UserError(
+            f"{count} processes were asked for, but torch sees {there} GPU{'s' * (there != 1)} here, and each process "
+            f"needs one of its own; start at most {there}, or pass --device cpu."
+        )
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Tensor cores for bfloat16: Ampere and later."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _choose_dtype(device: torch.device, asked: str) -> tuple[torch.dtype, str]:
@@ -142,9 +170,15 @@ def _choose_dtype(device: torch.device, asked: str) -> tuple[torch.dtype, str]:
     if asked != "auto":
         if device.type == "cpu" and asked == "bfloat16" and "amx_bf16" in cpu_flags():
             amx_works()
+        if device.type == "cuda" and asked == "bfloat16" and not has_bf16(device):
+            major, minor = torch.cuda.get_device_capability(device)
+            raise UserError(
+                f"--dtype bfloat16 was asked for, but {torch.cuda.get_device_name(device)} has no bf16 tensor cores "
+                f"(compute capability {major}.{minor}, bf16 begins with 8.0); pass --dtype float32."
+            )
         return getattr(torch, asked), "as asked"
     if device.type == "cuda":
-        if torch.cuda.get_device_capability(device) >= (8, 0):
+        if has_bf16(device):
             return torch.bfloat16, "this GPU has bf16 tensor cores"
         return torch.float32, "this GPU has no bf16 tensor cores"
     if device.type == "mps":

@@ -77,7 +77,14 @@ def joined(
     limit = datetime.timedelta(seconds=(LONG + 1) * patience)
     store = meeting_point(limit, host=is_first() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True")
     rank = int(os.environ["RANK"])
-    dist.init_process_group(backend, store=PrefixStore("group", store), rank=rank, world_size=ranks(), timeout=limit)
+    dist.init_process_group(
+        backend,
+        store=PrefixStore("group", store),
+        rank=rank,
+        world_size=ranks(),
+        timeout=limit,
+        device_id=device if device.type == "cuda" and backend != "gloo" else None,
+    )
     team = Team.of(None)
     # A connection of its own: one that waits for something would hold up the other.
     watch = Watch(team.rank, team.size, PrefixStore("watch", meeting_point(limit)), patience)
@@ -151,8 +158,6 @@ def launch(processes: int, args: Sequence[str], max_restarts: int = 0) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    if processes < 1:
-        raise UserError(f"--nproc is {processes}; it must be at least 1.")
     if max_restarts < 0:
         raise UserError(f"--max-restarts is {max_restarts}; it must not be negative.")
     config = LaunchConfig(
