@@ -49,6 +49,8 @@ class Track:
     """Whether a run sees each training token at most once, so that one which needs more than there are is refused."""
     compiler_flags: bool = True
     """Whether a recipe may tell torch.compile more than what to compile."""
+    checkpoints: bool = True
+    """Whether a run writes checkpoints on the way unless told otherwise. They are inside the clock."""
 
 
 TRACKS = {
@@ -71,6 +73,7 @@ TRACKS = {
             rules=SHORT_RULES,
             once=True,
             compiler_flags=False,
+            checkpoints=False,
         ),
         Track(
             name="medium",
@@ -79,6 +82,7 @@ TRACKS = {
             locate=fineweb,
             val_tokens=10_485_760,
             once=True,
+            checkpoints=False,
         ),
     )
 }

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from speedrun.data.loader import Batch, Loader
-from speedrun.data.shards import TokenFolder
+from speedrun.data.shards import TokenFolder, write_shard
 from speedrun.errors import UserError
 from speedrun.train import checkpoint
 from speedrun.train.loop import Trainer, document_numbers, share
 from speedrun.train.runlog import read_metrics, read_result
 from speedrun.train.schedule import Stage
+from tests.conftest import make_token_folder
 from tests.train.tiny import tiny_trainer
 
 
@@ -296,6 +297,72 @@ def test_a_compiler_that_fails_is_replaced_by_eager(tokens: TokenFolder, tmp_pat
     trainer.loss_of = broken
     assert trainer.run().status == "ok"
     assert "torch.compile failed here" in (tmp_path / "run" / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("place", ["cuda:0", "mps"])
+def test_on_a_gpu_a_compiler_that_fails_is_an_error(
+    place: str, tokens: TokenFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the records' size the eager model would not even fit."""
+    trainer = tiny_trainer(tokens, tmp_path / "run")
+    trainer.loss_of = lambda *_: torch.zeros(())
+    trainer.device = torch.device(place)
+
+    def broken(*_: object) -> float:
+        raise RuntimeError("\nInductorError: 16384 v.s. 16383\nand a long trace")
+
+    monkeypatch.setattr(trainer, "gradients", broken)
+    sentence = rf"torch.compile failed on {place} \(RuntimeError: InductorError: 16384 v.s. 16383\).*--compile False"
+    with pytest.raises(UserError, match=sentence):
+        trainer.warm_up()
+    assert trainer.loss_of is not trainer.model
+    assert "going on without it" not in (tmp_path / "run" / "log.txt").read_text()
+
+    def full(*_: object) -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(trainer, "gradients", full)
+    with pytest.raises(torch.OutOfMemoryError):  # which is not the compiler's
+        trainer.warm_up()
+
+
+LONG_DOCUMENTS = {
+    "model.layers": 1,
+    "model.long_layers": (0,),
+    "loader.packing": "documents",
+    "loader.max_document": 2048,
+    "schedule.rows": 1,
+    "schedule.length": 2048,
+    "schedule.window_ramp": (1024,),
+    "schedule.window_final": 2560,
+    "validation.rows": 1,
+    "validation.length": 4096,
+}
+
+
+@pytest.mark.parametrize(("cut", "reach"), [(False, 2560), (True, 2046)])
+def test_a_long_document_is_validated_as_far_as_the_window_reaches(cut: bool, reach: int, tmp_path: Path) -> None:
+    """The records cut at separators alone, so the last validation looks back further than training ever did."""
+    tokens = make_token_folder(tmp_path / "tokens")
+    stream = 1 + np.random.default_rng(0).integers(50, size=4097)
+    stream[0] = stream[3000] = tokens.bos  # a document of 3,000 tokens, then a short one
+    features, losses = [], []
+    for first in (7, 8):
+        stream[1] = first
+        write_shard(tmp_path / "tokens" / "val_000000.bin", stream)
+        trainer = tiny_trainer(tokens, tmp_path / f"run-{first}", LONG_DOCUMENTS | {"validation.cut_documents": cut})
+        for p in trainer.model.parameters():
+            torch.nn.init.normal_(p)  # some begin at zero, and attention would add nothing
+        (batch,) = trainer.validation_batches("val")
+        stage = trainer.recipe.schedule.after(trainer.steps)
+        assert stage.windows is not None
+        with torch.no_grad():
+            features.append(trainer.model.features(batch.inputs, document_numbers(batch), stage.windows)[0])
+            batch.targets[0, :2100] = batch.targets[0, 2500:] = -1
+            losses.append(float(trainer.micro_loss(batch, stage)))
+    changed = (features[0] != features[1]).any(dim=1).nonzero().flatten()
+    assert changed.tolist() == list(range(1, 1 + reach + 1)), "the first token and all that see it"
+    assert (losses[0] != losses[1]) == (not cut), "what is said about tokens 2,100 to 2,500"
 
 
 EVERYTHING = {

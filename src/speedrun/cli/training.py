@@ -66,7 +66,8 @@ class Train:
     """A run folder to continue, with the flags it was started with.
     `auto`: the one at --out, or else the newest unfinished one under runs/ that fits; a new run if there is none."""
     checkpoint_every: Annotated[int | None, unset("INT")] = None
-    """Steps between checkpoints, inside the clock; 0: only at the end; default: at each validation."""
+    """Steps between checkpoints, inside the clock; 0: only at the end. Default: at each validation on the pocket track
+    and on your own data, 0 on the short and medium tracks."""
     keep: int = 2
     """Checkpoints kept on disk."""
     micro_rows: Annotated[int | None, unset("INT")] = None
@@ -165,7 +166,14 @@ def train(args: Sequence[str]) -> int:
 
 
 def run_training(given: Train, recipe: Recipe, track: Track) -> int:
-    every = recipe.validation.every if given.checkpoint_every is None else given.checkpoint_every
+    every = given.checkpoint_every
+    if every is None:
+        every = recipe.validation.every if track.checkpoints else 0
+        if is_first() and not (track.checkpoints or given.dry_run):
+            say(
+                f"no checkpoints on the way: the clock of track {track.name!r} would count them; "
+                f"--checkpoint-every {recipe.validation.every} writes them, for a run that may have to be resumed"
+            )
     for name, least in (("checkpoint_every", 0), ("keep", 1), ("micro_rows", 1), ("trace", 0)):
         value = getattr(given, name)
         if value is not None and value < least:

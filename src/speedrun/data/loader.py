@@ -354,11 +354,12 @@ def validation_batches(
     bos: int,
     vocab_size: int,
     packing: Packing,
-    max_document: int,
+    max_document: int | None,
     tokens: int | None = None,
 ) -> Iterator[Batch]:
     """Contiguous rows over a whole split, or over its first `tokens` predictions; all batches have one shape.
 
+    Without `max_document` a piece begins at a separator or with a row, and nowhere else.
     The shards are one stream, in which every token after the first is predicted exactly once. What is missing
     at the end of the last row and of the last batch is padded with separators whose targets do not count.
     """
@@ -385,6 +386,6 @@ def validation_batches(
         if packing == "documents":
             inner = np.flatnonzero(inputs[: end - begin] == bos)
             inner = np.append(inner, end - begin) if end - begin < size else inner  # padding is a piece of its own
-            starts = tuple(piece_starts(inner, rows, length, max_document))
+            starts = tuple(piece_starts(inner, rows, length, max_document or length))
         shape = rows, length
         yield Batch(torch.from_numpy(inputs.reshape(shape)), torch.from_numpy(targets.reshape(shape)), starts, {})

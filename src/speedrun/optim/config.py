@@ -104,7 +104,10 @@ class OptimConfig:
     every: int = 1
     """Adam steps each so many steps, on the sum of the gradients; Muon always steps."""
     clip: float = 0.0
-    """Largest gradient norm over all parameters; 0 turns clipping off."""
+    """Largest norm over all parameters of the mean loss's gradient; 0 turns clipping off."""
+    reference_ranks: int | None = None
+    """None: gradients of the batch's mean loss. N: of the loss summed over a rank's tokens, averaged over N ranks,
+    whatever their number really is. eps and an 8-bit head's scales belong to one of these (speedrun.train.scale)."""
     matrices: Literal["adam", "muon", "normuon"] = "adam"
     """Who trains the matrices inside the blocks."""
     weights: Literal["float32", "bf16", "exact-bf16"] = "float32"
@@ -154,14 +157,14 @@ def _check(config: Any, prefix: str) -> None:
         elif isinstance(value, str):
             if value not in get_args(hints[f.name]):
                 raise ValueError(f"{name} is {value!r}; it must be one of: {', '.join(get_args(hints[f.name]))}.")
-        elif isinstance(value, bool):
+        elif isinstance(value, bool) or value is None:
             continue
         elif f.name in _BETAS:
             if not (0 <= value < 1 or (value == -1 and isinstance(config, Part))):
                 raise ValueError(f"{name} is {value}; it must be at least 0 and below 1.")
         elif not 0 <= value < math.inf:
             raise ValueError(f"{name} is {value}; it must be finite and not negative.")
-        elif f.name in ("every", "steps") and value < 1:
+        elif f.name in ("every", "steps", "reference_ranks") and value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1.")
 
 

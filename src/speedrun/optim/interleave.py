@@ -61,7 +61,7 @@ class Interleaved(Optimizer):
         early: whose reductions begin during the backward pass: `tables` (and small tensors), or `all`. None takes
             `all` for `eager`, `tables` otherwise.
         average: `mean` divides the summed gradients by the number of ranks, as DDP does; `sum` does not, for losses
-            that were divided by the tokens of all ranks.
+            that were divided by the tokens of all ranks; a number divides them by that.
         buckets: in how many parts the matrices of one dtype travel.
         replicate_below: tensors with fewer weights are trained by every rank.
         process_group: None takes the default one; without any, this is one rank. GPUs need a backend for small CPU
@@ -78,7 +78,7 @@ class Interleaved(Optimizer):
         *,
         order: str | Order = "eager",
         early: Literal["tables", "all"] | None = None,
-        average: Literal["mean", "sum"] = "mean",
+        average: Literal["mean", "sum"] | int = "mean",
         buckets: int = 2,
         replicate_below: int = 1024,
         process_group: Any = None,
@@ -89,8 +89,8 @@ class Interleaved(Optimizer):
         for optimizer in optimizers:
             if not isinstance(optimizer, SpeedrunOptimizer):
                 raise ValueError(f"Interleaved cannot shard {type(optimizer).__name__}; pass Muon, NorMuon or Adam.")
-        if average not in ("mean", "sum"):
-            raise ValueError(f"average is {average!r}; it must be one of: mean, sum.")
+        if average not in ("mean", "sum") and not (type(average) is int and average >= 1):
+            raise ValueError(f"average is {average!r}; it must be one of: mean, sum, a whole number from 1 on.")
         if buckets < 1:
             raise ValueError(f"buckets is {buckets}; it must be at least 1.")
         self.optimizers = list(optimizers)
@@ -113,7 +113,7 @@ class Interleaved(Optimizer):
             raise ValueError(f"No optimizer has {missing[0]}; its gradient would never be shared between ranks.")
         super().__init__([{"params": [ref.param for ref in self.refs]}], {})
         self.param_groups = [group for member in self.optimizers for group in member.param_groups]
-        self.mean = average == "mean"
+        self.divisor = average if isinstance(average, int) else self.team.size if average == "mean" else 1
         self.items = self._build(buckets, replicate_below)
         self.item = {item.label: item for item in self.items}
         early = early or ("all" if order == "eager" else "tables")
@@ -158,13 +158,13 @@ class Interleaved(Optimizer):
             elif ref.param.numel() < replicate_below or ref.param.ndim == 0:
                 small[kind].append(ref)
             else:
-                items.append(Rows(ref.name, [ref], self.team, self.mean))
-        items += [Small(f"small {k}", refs, self.team, self.mean) for k, refs in enumerate(small.values())]
+                items.append(Rows(ref.name, [ref], self.team, self.divisor))
+        items += [Small(f"small {k}", refs, self.team, self.divisor) for k, refs in enumerate(small.values())]
         load = [0.0] * self.team.size
         for refs in matrices.values():
             for part in halves(refs, buckets):
                 label = f"matrices {sum(isinstance(item, Matrices) for item in items)}"
-                items.append(Matrices(label, part, self.team, self.mean, load, effort))
+                items.append(Matrices(label, part, self.team, self.divisor, load, effort))
         return items
 
     # ---------------------------------------------------------------- backward
@@ -342,7 +342,7 @@ class Interleaved(Optimizer):
         message = self.team.tell(total)
         if message is not None:
             message.wait()
-        norm = total.sqrt() / (self.team.size if self.mean else 1)
+        norm = total.sqrt() / self.divisor
         scale = max_norm / (float(norm) + 1e-6)
         if scale < 1:
             for item in self.items:

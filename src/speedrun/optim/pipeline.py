@@ -113,7 +113,8 @@ class Item:
     label: str
     refs: list[Ref]
     team: Team
-    mean: bool
+    divisor: int
+    """What the sum over the ranks is divided by."""
     pending: Any = field(default=None, init=False)
     launched: bool = field(default=False, init=False)
 
@@ -124,7 +125,7 @@ class Item:
 
     def gradient(self, flat: Tensor, like: Tensor) -> Tensor:
         g = flat.view(like.shape)
-        return g.div_(self.team.size) if self.mean and self.team.size > 1 else g
+        return g if self.divisor == 1 else g.div_(self.divisor)
 
     def locals(self) -> Iterator[tuple[Ref, Tensor]]:
         """What this rank trains: a parameter, or a part of one."""
@@ -156,9 +157,9 @@ class Matrices(Item):
     """
 
     def __init__(
-        self, label: str, refs: list[Ref], team: Team, mean: bool, load: list[float], effort: Callable[[Ref], float]
+        self, label: str, refs: list[Ref], team: Team, divisor: int, load: list[float], effort: Callable[[Ref], float]
     ) -> None:
-        super().__init__(label, refs, team, mean)
+        super().__init__(label, refs, team, divisor)
         shares: list[list[Ref]] = [[] for _ in range(team.size)]
         for ref in sorted(refs, key=lambda r: -r.param.numel()):
             min(shares, key=lambda share: sum(r.param.numel() for r in share)).append(ref)
@@ -225,8 +226,8 @@ class Matrices(Item):
 class Rows(Item):
     """A table cut by rows; the last ranks get fewer, or none, where it does not divide."""
 
-    def __init__(self, label: str, refs: list[Ref], team: Team, mean: bool) -> None:
-        super().__init__(label, refs, team, mean)
+    def __init__(self, label: str, refs: list[Ref], team: Team, divisor: int) -> None:
+        super().__init__(label, refs, team, divisor)
         (self.ref,) = refs
         p = self.ref.param
         self.per = math.ceil(p.shape[0] / team.size)

@@ -69,13 +69,13 @@ def short() -> Recipe:
             value_layers=((0, 1), (1, 2), (8, 0), (9, 1), (10, 2)), skips=((3, 6),), backout=7, fp8_head=True,
         ),
         loader=LoaderConfig(packing="documents", order="sequential", max_document=2048, tail="discard"),
-        optim=OPTIM,
+        optim=replace(OPTIM, reference_ranks=8),
         schedule=ScheduleConfig(
             steps=1800, extension=40, length=16384, warmup=0.0, cooldown=0.5, floor=0.1, batch_ramp=(8, 16, 24),
             lr_ramp=(1.0, 1.52, 1.73), window_ramp=(3 * BLOCK, 7 * BLOCK, 11 * BLOCK), window_extension=13 * BLOCK,
             window_final=20 * BLOCK, momentum_warmup=300, momentum_cooldown=50, predict=3, split=2 / 3,
         ),
-        validation=ValidationConfig(every=250, rows=1, length=262144),
+        validation=ValidationConfig(every=250, rows=1, length=262144, cut_documents=False),
     )  # fmt: skip
 
 

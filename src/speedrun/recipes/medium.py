@@ -50,7 +50,7 @@ def medium() -> Recipe:
             skips=((6, 9), (4, 10), (2, 11)), backout=11,
         ),
         loader=LoaderConfig(packing="documents", order="sequential", max_document=4096, tail="discard"),
-        optim=OPTIM,
+        optim=replace(OPTIM, reference_ranks=8),
         schedule=ScheduleConfig(
             steps=4700, extension=40, length=16384, warmup=0.0, cooldown=0.7, floor=0.1,
             batch_ramp=(8, 16, 24, *[32] * 9), lr_ramp=(1.0, 1.52, 1.73, *[2.0] * 9),
@@ -58,7 +58,7 @@ def medium() -> Recipe:
             window_short=11 * BLOCK, window_final=27 * BLOCK, momentum_warmup=300, momentum_cooldown=50, predict=3,
             predict_until=0.25, split=1 / 6,
         ),
-        validation=ValidationConfig(every=250, rows=1, length=262144),
+        validation=ValidationConfig(every=250, rows=1, length=262144, cut_documents=False),
     )  # fmt: skip
 
 

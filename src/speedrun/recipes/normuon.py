@@ -62,13 +62,13 @@ def short() -> Recipe:
             fp8_head=True, fp8_scales=(math.sqrt(768) / 448, 2.0**-9, 1 / 448),
         ),
         loader=LoaderConfig(packing="documents", order="sequential", max_document=2048, tail="discard"),
-        optim=OPTIM,
+        optim=replace(OPTIM, reference_ranks=8),
         schedule=ScheduleConfig(
             steps=2245, extension=40, rows=8, length=32768, warmup=0.0, cooldown=0.5, floor=0.1,
             window_ramp=(3 * BLOCK, 7 * BLOCK, 11 * BLOCK), window_extension=13 * BLOCK, window_final=20 * BLOCK,
             momentum_warmup=300, momentum_cooldown=50,
         ),
-        validation=ValidationConfig(every=250, rows=1, length=262144),
+        validation=ValidationConfig(every=250, rows=1, length=262144, cut_documents=False),
     )  # fmt: skip
 
 

@@ -35,6 +35,9 @@ class ValidationConfig:
     """Rows per validation batch. Does not change the loss, only speed and memory."""
     length: Positive = 128
     """Tokens per validation row: how much context the model gets."""
+    cut_documents: bool = True
+    """Cut documents into pieces of loader.max_document tokens, as in training. False: a piece begins at a separator or
+    with a row, and nowhere else, as in the records. For documents packing only."""
 
     def __post_init__(self) -> None:
         check_fields(self, "validation.")

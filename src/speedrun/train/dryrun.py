@@ -28,7 +28,7 @@ from speedrun.optim import Combined, Muon, Snoo
 from speedrun.optim.base import value_at
 from speedrun.optim.config import build_optimizer, part_of
 from speedrun.tracks import Track
-from speedrun.train import telemetry
+from speedrun.train import scale, telemetry
 from speedrun.train.clock import synchronize
 from speedrun.train.config import Options, Recipe
 from speedrun.train.device import Machine
@@ -171,6 +171,10 @@ def examine(recipe: Recipe, track: Track, machine: Machine, options: Options, ou
         recipe = fit_to_tokens(recipe, tokens, track)
         validated = validated or val
         data_problems(recipe, track, tokens, problems, notes)
+    try:
+        scale.check(recipe)
+    except UserError as e:
+        problems.append(str(e))
     schedule = recipe.schedule
     with torch.device("meta"):
         model = GPT(recipe.model, recipe.context)

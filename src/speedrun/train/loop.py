@@ -34,7 +34,7 @@ from speedrun.optim.base import NonFiniteGradient, SpeedrunOptimizer
 from speedrun.optim.config import build_optimizer, copy_state, master, set_master
 from speedrun.optim.interleave import Span, Whole
 from speedrun.optim.pipeline import ORDERS, Team
-from speedrun.train import checkpoint, telemetry, trace
+from speedrun.train import checkpoint, scale, telemetry, trace
 from speedrun.train.clock import Clock, synchronize
 from speedrun.train.config import Options, Recipe
 from speedrun.train.device import Machine, compiled
@@ -70,6 +70,11 @@ def document_numbers(batch: Batch) -> Tensor | None:
     return numbers.cumsum(1)
 
 
+def targets_in(batch: Batch) -> int:
+    """How many tokens of a batch are predicted and count."""
+    return int((batch.targets >= 0).sum())
+
+
 class Trainer:
     """One run: model, optimizer, data and clock, from step 0 or from a checkpoint to the last step."""
 
@@ -100,7 +105,6 @@ class Trainer:
             self.model.store_matrices(torch.bfloat16)
         self.spans: list[Span] = []  # of the present step, if it is recorded
         self.recorded: trace.Steps = {}
-        # Losses are divided by the tokens of the whole batch, so the ranks' gradients only have to be added.
         self.optimizer = build_optimizer(
             self.model.named_parameters(),
             recipe.optim,
@@ -123,7 +127,8 @@ class Trainer:
         if self.options.order not in ORDERS:
             raise UserError(f"--order is {self.options.order!r}; it must be one of: {', '.join(ORDERS)}.")
         spans = self.spans if self.options.trace else None
-        return Interleaved(self.model, members, order=self.options.order, average="sum", trace=spans)
+        divisor = scale.reduced_divisor(self.recipe)
+        return Interleaved(self.model, members, order=self.options.order, average=divisor, trace=spans)
 
     def say(self, line: str) -> None:
         self.folder.log(line)
@@ -148,12 +153,13 @@ class Trainer:
         return inner if isinstance(inner, Interleaved) else None
 
     def gradients(self, batch: Batch, stage: Stage) -> float:
-        """Accumulate the gradient of this rank's share of the batch's mean loss; returns that share.
+        """Accumulate the gradient of this rank's share of the batch, in the recipe's scale.
 
-        Ranks take whole rows, and losses are divided by the tokens of the whole batch. Leaves no gradient on failure.
+        Returns the share of the mean loss. Ranks take whole rows. Leaves no gradient on failure.
         """
         mine = share(len(batch.inputs), self.team.size)[self.team.rank]
-        counted = int((batch.targets >= 0).sum())
+        counted = targets_in(batch)
+        divisor = scale.backward_divisor(self.recipe, counted)
         batch = batch.rows(mine.start, mine.stop)
         rows = len(batch.inputs)
         while True:
@@ -163,10 +169,10 @@ class Trainer:
                 parts = share(rows, math.ceil(rows / size)) if rows else []
                 for part in parts:
                     with self.only_accumulating(part is not parts[-1]):
-                        loss = self.micro_loss(batch.rows(part.start, part.stop), stage) / counted
+                        loss = self.micro_loss(batch.rows(part.start, part.stop), stage) / divisor
                         loss.backward()
                     total += loss.detach()
-                return total.item()
+                return total.item() * (divisor / counted)
             except (torch.OutOfMemoryError, MemoryError, RuntimeError) as e:
                 if not out_of_memory(e):
                     raise
@@ -246,8 +252,10 @@ class Trainer:
         if not math.isfinite(loss):
             self.optimizer.zero_grad(set_to_none=True)
             raise NonFiniteLoss(f"the loss of step {stage.step} is {loss}")
+        if not self.sharded:  # otherwise done when they are reduced
+            self.divide_gradients(scale.reduced_divisor(self.recipe))
         if self.recipe.optim.clip:
-            self.clip(self.recipe.optim.clip)
+            self.clip(self.recipe.optim.clip * scale.over_mean(self.recipe, targets_in(batch)))
         self.set_rates(stage)
         try:
             self.at(f"training the weights in step {stage.step}")
@@ -262,6 +270,11 @@ class Trainer:
             assert self.model.head is not None
             copy_state(self.optimizer, self.model.embed, self.model.head)
         return loss
+
+    def divide_gradients(self, divisor: int) -> None:
+        found = [p.grad for p in self.model.parameters() if p.grad is not None]
+        if divisor != 1 and found:
+            torch._foreach_div_(found, divisor)
 
     def clip(self, norm: float) -> None:
         if self.sharded:
@@ -280,7 +293,7 @@ class Trainer:
             bos=self.tokens.bos,
             vocab_size=self.tokens.vocab_size,
             packing=self.recipe.loader.packing,
-            max_document=self.recipe.loader.max_document,
+            max_document=self.recipe.loader.max_document if v.cut_documents else None,
             tokens=self.options.val_tokens,
         )
 
@@ -297,7 +310,7 @@ class Trainer:
         for k, batch in enumerate(self.validation_batches(split)):
             if k % self.team.size == self.team.rank:
                 total += float(self.micro_loss(batch, stage).double())
-                count += int((batch.targets >= 0).sum())
+                count += targets_in(batch)
         if self.team.size > 1:
             both = torch.tensor([total, count], dtype=torch.float64, device=self.device)
             self.team.sum(both).wait()
@@ -339,9 +352,17 @@ class Trainer:
             visit()
         except UserError:
             raise
-        except Exception as e:  # whatever a compiler may raise, the model runs without it
+        except Exception as e:  # whatever a compiler may raise
             if self.loss_of is self.model or lost_connection(e):
                 raise
+            if self.device.type != "cpu":
+                if out_of_memory(e):  # not of a micro-batch, which is smaller then
+                    raise
+                raise UserError(
+                    f"torch.compile failed on {self.device} ({type(e).__name__}: {first_line(e)}). Without it a GPU "
+                    "needs far more memory and time, so this is not tried unasked: pass --compile False to do so, or "
+                    "another version of torch may help."
+                ) from e
             self.say(f"torch.compile failed here ({type(e).__name__}); going on without it, about 1.2x slower")
             self.loss_of = self.model
             visit()
@@ -583,6 +604,10 @@ class Trainer:
         finally:
             for number, handler in old.items():
                 signal.signal(number, handler)
+
+
+def first_line(error: BaseException) -> str:
+    return next((line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()), "no message")
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -24,7 +24,7 @@ from speedrun.files import locked
 from speedrun.model.gpt import GPT
 from speedrun.optim.pipeline import Team
 from speedrun.tracks import Track
-from speedrun.train import checkpoint
+from speedrun.train import checkpoint, scale
 from speedrun.train.config import Options, Recipe, differences, to_dict, with_fields
 from speedrun.train.device import Machine
 from speedrun.train.distributed import Muted, handshake, joined
@@ -79,6 +79,7 @@ def start(
     quiet: bool = False,
 ) -> Outcome:
     obey(recipe, track)
+    scale.check(recipe)
     tokens = track.locate()
     recipe = fit_to_tokens(recipe, tokens, track)
     check_supply(recipe, tokens, track)
@@ -135,6 +136,7 @@ def resume(
 ) -> Outcome:
     """Continue the run in `path`, which must have been started with this recipe, track, data and seed."""
     obey(recipe, track)
+    scale.check(recipe)
     problem = obstacle(path, recipe, track, options.seed)
     if problem:
         raise UserError(problem)

@@ -1,0 +1,120 @@
+"""The scale of gradients: the sum of the records and the mean train alike but for eps, and 8-bit scales must fit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from speedrun.data.shards import TokenFolder
+from speedrun.errors import UserError
+from speedrun.recipes import LINEAGE, get_recipe
+from speedrun.train import scale
+from speedrun.train.config import Recipe, with_fields
+from speedrun.train.runlog import read_metrics
+from tests.distributed.ranks import together
+from tests.distributed.test_training import alone, train
+from tests.train.tiny import tiny_trainer
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.1])
+@pytest.mark.parametrize("micro_rows", [None, 1])
+def test_without_eps_the_sum_trains_bit_for_bit_as_the_mean(
+    clip: float, micro_rows: int | None, tokens: TokenFolder, tmp_path: Path
+) -> None:
+    """128 tokens and 8 ranks are powers of two: every gradient is exactly 16 times as large, and Adam divides it out.
+
+    So logs have the same losses, and gradients are clipped at the same norm of the mean's gradient.
+    """
+    losses = []
+    for name, ranks in (("mean", None), ("sum", 8)):
+        changes = {"optim.eps": 1e-30, "optim.clip": clip, "optim.reference_ranks": ranks}
+        trainer = tiny_trainer(tokens, tmp_path / name, changes, micro_rows=micro_rows)
+        assert trainer.run().status == "ok"
+        losses.append([m["loss"] for m in read_metrics(tmp_path / name) if m["kind"] in ("train", "val")])
+    exact = clip == 0.0  # clipping adds 1e-6 to the norm
+    assert losses[1] == (losses[0] if exact else pytest.approx(losses[0], rel=1e-5))
+
+
+def test_the_backward_pass_starts_from_the_sum_and_the_optimizer_gets_the_eighth(
+    tokens: TokenFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, torch.Tensor] = {}
+    trainer = tiny_trainer(tokens, tmp_path / "run", {"optim.reference_ranks": 8})
+    stage = trainer.recipe.schedule.at(0)
+    with trainer.batches() as batches:
+        batch = batches.next()
+    trainer.micro_loss(batch, stage).backward()
+    assert trainer.model.embed.grad is not None
+    expected = trainer.model.embed.grad.clone()
+    trainer.optimizer.zero_grad()
+    trainer.gradients(batch, stage)
+    assert torch.equal(trainer.model.embed.grad, expected), "the sum, whatever the number of tokens"
+    trainer.optimizer.zero_grad()
+
+    def look() -> None:
+        assert trainer.model.embed.grad is not None
+        seen["gradient"] = trainer.model.embed.grad.clone()
+
+    monkeypatch.setattr(trainer.optimizer, "step", look)
+    trainer.step(stage, batch)
+    assert torch.equal(seen["gradient"], expected / 8)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_the_number_of_processes_does_not_change_the_scale(size: int, tokens: TokenFolder, tmp_path: Path) -> None:
+    """A large eps makes a wrong scale visible: with it updates are proportional to the gradient."""
+    changes: dict[str, Any] = {"optim.weights": "float32", "optim.reference_ranks": 8, "optim.eps": 1.0}
+    changes["optim.clip"] = 0.3
+    expected, _, validation = alone("interleaved", tokens, changes)
+    assert expected != pytest.approx(alone("interleaved", tokens, changes | {"optim.reference_ranks": 4})[0], rel=1e-4)
+    for losses, _, loss in together(tmp_path, size, train, "interleaved", str(tokens.path), changes):
+        assert losses == pytest.approx(expected, rel=1e-4)
+        assert loss == pytest.approx(validation, rel=1e-4)
+
+
+# -------------------------------------------------------------------- what fits into 8-bit floats
+
+
+def native(**changes: Any) -> Recipe:
+    return with_fields(get_recipe("interleaved", "short"), {k.replace("__", "."): v for k, v in changes.items()})
+
+
+@pytest.mark.parametrize(("name", "track"), [(name, track) for name, sizes in LINEAGE.items() for track in sizes])
+def test_the_scales_of_every_recipe_fit(name: str, track: str) -> None:
+    scale.check(get_recipe(name, track))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"optim__reference_ranks": None},
+            "A gradient of a logit of 3.5e-11 rounds to zero in 8-bit floats: its scale in model.fp8_scales is "
+            "0.001674; choose other model.fp8_scales, or sum the loss with optim.reference_ranks, or turn",
+        ),
+        ({"model__fp8_scales": (100 / 448, 1.6 / 448, 1e-6)}, "A gradient of a logit of 1.3 overflows"),
+        ({"model__fp8_scales": (100 / 448, 1.6 / 448, 10.0)}, "A gradient of a logit of 1.4e-05 rounds to zero"),
+        ({"model__fp8_scales": (0.01, 1.6 / 448, 0.75 / 448)}, "A feature of 28 overflows"),
+        ({"model__fp8_scales": (2000.0, 1.6 / 448, 0.75 / 448)}, "A feature of 1 rounds to zero"),
+        ({"model__fp8_scales": (100 / 448, 1e-6, 0.75 / 448)}, "A weight of 0.03 overflows"),
+        ({"model__fp8_scales": (100 / 448, 10.0, 0.75 / 448)}, "A weight of 0.005 rounds to zero"),
+    ],
+)
+def test_scales_that_cannot_work_are_refused(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError) as caught:
+        scale.check(native(**changes))
+    assert str(caught.value).startswith(sentence)
+    scale.check(native(**changes, model__fp8_head=False))
+
+
+def test_the_ranges_are_those_of_torch_s_8_bit_floats() -> None:
+    for dtype, (tiny, huge) in (
+        (torch.float8_e4m3fn, scale.E4M3_RANGE),
+        (torch.float8_e5m2, scale.E5M2_RANGE),
+    ):
+        rounded = torch.tensor([0.99 * tiny, 1.01 * tiny, 0.999 * huge, 1.05 * huge]).to(dtype).float()
+        assert rounded[0] == 0
+        assert rounded[1] == 2 * tiny
+        assert rounded[2] == torch.finfo(dtype).max
+        assert not rounded[3].isfinite()
