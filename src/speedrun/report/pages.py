@@ -79,11 +79,14 @@ def run_page(folder: Path) -> str:
     shown = [Shown(curve, COLORS[1])]
     name = folder.resolve().name
     names = [(name, COLORS[1], "")]
+    words = "Lines are training losses, smoothed; points are validation losses."
+    if about.options.curve:
+        words += f" Dashed: the validation losses of the record {about.options.curve.record} ({about.options.curve})."
     return finish(
         f"Run {name}",
         run_lead(about, result, curve),
         [
-            losses(shown, names, "Lines are training losses, smoothed; points are validation losses."),
+            losses(shown, names, words, Curve.of_record(about)),
             timeline(folder),
             schedules([recipe]),
             machine(shown, [metrics], names),
