@@ -66,10 +66,11 @@ class Curve:
     def of_record(cls, about: RunInfo) -> "Curve | None":
         """The record beside a run, as far as the run goes; tokens are the run's own, and seconds are not known."""
         record, schedule = about.options.curve, about.recipe.schedule
-        if record is None:
+        reached = [(step, loss) for step, loss in record.losses if step <= schedule.total] if record else []
+        if record is None or not reached:
             return None
         tokens = tokens_by_step(schedule, schedule.total)
-        val = [(step, tokens[step], math.nan, loss) for step, loss in record.losses if step <= schedule.total]
+        val = [(step, tokens[step], math.nan, loss) for step, loss in reached]
         name = f"record: {record.record} (published, {record.machine})"
         return cls(name, record.track, [], val, "published", about.target)
 

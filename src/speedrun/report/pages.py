@@ -80,13 +80,14 @@ def run_page(folder: Path) -> str:
     name = folder.resolve().name
     names = [(name, COLORS[1], "")]
     words = "Lines are training losses, smoothed; points are validation losses."
-    if about.options.curve:
-        words += f" Dashed: the validation losses of the record {about.options.curve.record} ({about.options.curve})."
+    record = Curve.of_record(about)
+    if record:
+        words += f" Dashed, with hollow points: the record's validation losses ({about.options.curve})."
     return finish(
         f"Run {name}",
         run_lead(about, result, curve),
         [
-            losses(shown, names, words, Curve.of_record(about)),
+            losses(shown, names, words, record),
             timeline(folder),
             schedules([recipe]),
             machine(shown, [metrics], names),
