@@ -148,11 +148,11 @@ def curves_svg(curves: Sequence[Curve]) -> str:
         wide = WIDTH - LEFT - RIGHT
         frame = Frame(LEFT, TOP + number * (PANEL + GAP), wide, PANEL, (0, longest), (low, high))
         parts += frame.axes(name, "")
+        for k, curve in enumerate(curves):
+            parts += frame.draw(series_of(curve, column, COLORS[k % len(COLORS)]))
         target = curves[0].target
         if target is not None and low < target < high:
             parts += frame.level(target, f"target {target:g}")
-        for k, curve in enumerate(curves):
-            parts += frame.draw(series_of(curve, column, COLORS[k % len(COLORS)]))
     for k, curve in enumerate(curves):
         row = TOP + len(AXES) * (PANEL + GAP) + 18 * k
         parts.append(f'<rect x="{LEFT}" y="{row - 9}" width="12" height="10" fill="{COLORS[k % len(COLORS)]}"/>')

@@ -82,7 +82,7 @@ def run_page(folder: Path) -> str:
     words = "Lines are training losses, smoothed; points are validation losses."
     record = Curve.of_record(about)
     if record:
-        words += f" Dashed, with hollow points: the record's validation losses ({about.options.curve})."
+        words += f" Dashed, with rings: the record's validation losses ({about.options.curve})."
     return finish(
         f"Run {name}",
         run_lead(about, result, curve),

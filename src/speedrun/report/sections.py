@@ -52,7 +52,7 @@ def losses(shown: Sequence[Shown], names: Sequence[Name], words: str, record: Cu
         series = [series_of(s.curve, column, s.color, s.dash) for s in shown]
         if record and name != SECONDS:
             about += f" Last loss of {record.name}: {record.val[-1][3]:.4f}."
-            series.append(record_series(record, column))
+            series.insert(0, record_series(record, column))
         drawn = chart(about, series, x_name=name, y_name="loss", y=(low, high), levels=levels)
         alone = ", without the record: its machine was another" if record and name == SECONDS else ""
         pictures.append((drawn, f"by {name}{alone}"))
@@ -69,10 +69,10 @@ def losses(shown: Sequence[Shown], names: Sequence[Name], words: str, record: Cu
 
 
 def record_series(record: Curve, column: int) -> Series:
-    """A few validation losses, joined by a dashed line."""
+    """A few validation losses, joined by a dashed line: rings, inside which the points of a run that agrees lie."""
     marks = [(p[column], p[3]) for p in record.val]
     color, dash = RECORD
-    return Series(record.name, color, marks, marks, dash, hollow=True)
+    return Series(record.name, color, marks, marks, dash, hollow=True, radius=5)
 
 
 def beside(run: Curve, record: Curve) -> Rows:
