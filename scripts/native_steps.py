@@ -35,6 +35,7 @@ from speedrun.data.shards import TokenFolder, write_shard
 from speedrun.data.tokenizer import Tokenizer
 from speedrun.files import home, locked
 from speedrun.recipes import get_recipe
+from speedrun.recipes.published import CURVES
 from speedrun.train.config import Options, Recipe
 from speedrun.train.device import choose
 from speedrun.train.loop import Trainer
@@ -49,13 +50,6 @@ SEEDS = 5  # of the GPT-2 form
 SPREAD = 2.5  # standard deviations
 DOCUMENTS = 100  # of about 2,000 characters: more than all batches need
 
-# The loss before the first step in the log of each record. `gpt2` is not here: it has the model of `muon`.
-FIRST_LOSSES = {
-    "muon": ("short", 10.9264),
-    "normuon": ("short", 10.8258),
-    "interleaved": ("short", 10.8289),
-    "medium": ("medium", 10.8318),
-}
 STEPPED = ("interleaved", "medium")
 
 
@@ -101,10 +95,17 @@ def next_token_loss(trainer: Trainer, batch: Batch, stage: Stage) -> float:
 
 
 def build(name: str, tokens: TokenFolder, folder: Path, seed: int = 0) -> Trainer:
-    recipe = get_recipe(name, FIRST_LOSSES[name][0])
+    recipe = get_recipe(name, CURVES[name].track)
     run = RunFolder.create(folder / f"{name}-{seed}", {"recipe": name}, console=lambda line: None)
     report = Report(recipe.schedule.total, quiet=True)
     return Trainer(recipe, tokens, choose("cpu"), Options(seed=seed, compile=False), run, report)
+
+
+def first_loss(name: str) -> float:
+    """The loss before the first step in the record's log. `gpt2` has none: it has the model of `muon`."""
+    step, loss = CURVES[name].losses[0]
+    assert step == 0
+    return loss
 
 
 def say(name: str, text: str) -> None:
@@ -113,7 +114,7 @@ def say(name: str, text: str) -> None:
 
 def many_seeds(name: str, tokens: TokenFolder, folder: Path) -> bool:
     """Whether the record's first loss may be a draw from the same distribution as ours."""
-    expected, losses = FIRST_LOSSES[name][1], []
+    expected, losses = first_loss(name), []
     for seed in range(SEEDS):
         trainer = build(name, tokens, folder, seed)
         batch = first_batch(trainer.recipe, tokens)
@@ -132,7 +133,7 @@ def verdict(good: bool) -> str:
 
 
 def examine(name: str, tokens: TokenFolder, folder: Path) -> bool:
-    expected = FIRST_LOSSES[name][1]
+    expected = first_loss(name)
     trainer = build(name, tokens, folder)
     recipe = trainer.recipe
     parameters = sum(p.numel() for p in trainer.model.parameters())
@@ -166,12 +167,12 @@ def examine(name: str, tokens: TokenFolder, folder: Path) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=FIRST_LOSSES, nargs="+", help="these recipes instead of all")
+    parser.add_argument("--only", choices=CURVES, nargs="+", help="these recipes instead of all")
     given = parser.parse_args()
     good = True
     with tempfile.TemporaryDirectory(prefix="native-steps-") as temporary:
         tokens = gpt2_tokens(Path(temporary) / "tokens")
-        for name in given.only or FIRST_LOSSES:
+        for name in given.only or CURVES:
             good &= examine(name, tokens, Path(temporary))
             gc.collect()
     return 0 if good else 1

@@ -156,6 +156,19 @@ MISTAKES = [
         "train --track short --recipe muon --compiler.coordinate-descent True",
         "the rules of track 'short' allow no extra compiler flags; pass --compiler.coordinate-descent False.",
     ),
+    (
+        "train --track short --recipe interleaved --curve interleavd",
+        "Unknown curve 'interleavd'. Did you mean 'interleaved'?",
+    ),
+    (
+        "train --track short --recipe muon --curve medium",
+        "--curve medium is of track 'medium', but the run is on track 'short'; "
+        "pass --curve muon or normuon or interleaved or none.",
+    ),
+    ("train --track medium --recipe medium --curve muon", "the run is on track 'medium'; pass --curve medium or none."),
+    ("train --curve normuon", "the run is on track 'pocket'; pass --curve none."),
+    ("train --data TOKENS --curve normuon", "the run is on track 'own'; pass --curve none."),
+    ("train --nproc 2 --curve zzz", "Unknown curve 'zzz'. Known: interleaved, medium, muon, none, normuon."),
     ("train --target 3", "--target 3.0 goes with --data; the target of track 'pocket' is fixed."),
     ("train --data TOKENS --target -1", "The target -1.0 is not a loss"),
     ("train --data nowhere", "nowhere is not a token folder"),
@@ -346,6 +359,7 @@ def test_a_model_that_cannot_fit_is_told_at_once(
         ("--target 3", "(target: None -> 3.0)"),
         ("--data OTHER", "(data: another train_000000.bin; data: another val_000000.bin)"),
         ("--out elsewhere", "--out elsewhere does not go with --resume"),
+        ("--curve normuon", "was started with --curve none, not normuon"),
     ],
 )
 def test_a_resume_must_be_of_the_same_run(

@@ -22,10 +22,11 @@ from speedrun.race.sweep import ROWS
 from speedrun.recipes import get_recipe
 from speedrun.report.draw import COLORS, on_page, short, ticks
 from speedrun.report.pages import page_of
-from speedrun.train.runlog import plain, read_metrics
+from speedrun.train.config import PublishedCurve
+from speedrun.train.runlog import RUN, plain, read_metrics
 from tests.race.conftest import SMALL, Speedrun
 
-KINDS = ("run", "traced", "race", "record", "ablation", "records")
+KINDS = ("run", "beside", "traced", "race", "record", "ablation", "records")
 CHROME = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 QUIET = "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync"
 
@@ -77,6 +78,10 @@ def folders(raced: Path, held_out: TokenFolder, tmp_path_factory: pytest.TempPat
     common += [*fields, "--schedule.steps", "12", "--validation.every", "4", "--sample", "False", "--target", "9"]
     for name, more in (("run", []), ("traced", ["--trace", "3"])):
         assert cli.main([*common, "--out", str(root / name), *more]) == 0
+    shutil.copytree(root / "run", root / "beside")
+    about = json.loads((root / "beside" / RUN).read_text())
+    about["options"]["curve"] = plain(PublishedCurve("adamw", "own", "a test", ((0, 8.3), (8, 7.9), (12, 7.8)), 3.0))
+    write_json(root / "beside" / RUN, about)
     records.submit(raced, "first", root / "records")
     base = get_recipe("adamw", "pocket")
     names = [BASE, SHORTER, "qk-norm", "zero-init"]
@@ -86,11 +91,11 @@ def folders(raced: Path, held_out: TokenFolder, tmp_path_factory: pytest.TempPat
         for seed in range(4) for k, name in enumerate(names)
     ]  # fmt: skip
     (root / "ablation").mkdir()
-    about = ablate.AblationPlan(ablate.Ablate(recipe="adamw", seeds=4), base, {}, tuple(names), "")
-    write_json(root / "ablation" / ablate.PLAN, plain(about))
+    asked = ablate.AblationPlan(ablate.Ablate(recipe="adamw", seeds=4), base, {}, tuple(names), "")
+    write_json(root / "ablation" / ablate.PLAN, plain(asked))
     write_atomic(root / "ablation" / ROWS, "".join(json.dumps(row) + "\n" for row in rows))
     return {
-        **{name: root / name for name in ("run", "traced", "ablation", "records")},
+        **{name: root / name for name in ("run", "beside", "traced", "ablation", "records")},
         "race": raced,
         "record": root / "records/own/first",
     }
@@ -139,7 +144,7 @@ def look(browser: Any, folders: dict[str, Path], tmp_path: Path) -> Iterator[Cal
 def test_a_page_stands_alone_and_says_first_what_matters(kind: str, look: Callable[..., Any]) -> None:
     page = look(kind)
     first = {"run": "target reached", "traced": "target reached", "race": "faster", "record": "faster"}
-    first |= {"ablation": "ablation", "records": "1 record"}
+    first |= {"ablation": "ablation", "records": "1 record", "beside": "target reached"}
     assert page.locator(".lead strong").inner_text() == first[kind]
     assert page.locator("h1").count() == 1
     for link in page.locator("nav a").all():
@@ -227,6 +232,20 @@ def test_the_losses_of_a_run_are_those_of_its_folder(folders: dict[str, Path]) -
     for kind in ("train", "val"):
         measured = [(m["time"], m["loss"]) for m in read_metrics(folders["run"], kind)]
         assert [(float(r["seconds"]), float(r["loss"])) for r in rows if r["kind"] == kind] == measured
+
+
+def test_a_run_beside_a_record_shows_it_as_a_dashed_line_and_as_data(
+    folders: dict[str, Path], look: Callable[..., Any]
+) -> None:
+    page, name = look("beside"), "record: adamw (published, 8xH100)"
+    dashed = [figure.locator("path[stroke-dasharray]").count() for figure in page.locator("#loss figure").all()]
+    assert dashed == [1, 1, 0]  # over steps and tokens; its seconds are of another machine
+    assert page.locator("#loss ul.key li").nth(1).inner_text() == name
+    assert page.locator("#loss tbody tr").count() == 3
+    rows = [r for r in data_of(page.content(), "loss") if r["run"] == name]
+    assert [(r["kind"], r["step"], r["seconds"], r["loss"]) for r in rows] == [
+        ("val", "0", "", "8.3"), ("val", "8", "", "7.9"), ("val", "12", "", "7.8")
+    ]  # fmt: skip
 
 
 def test_a_race_shows_every_run_and_the_claim(folders: dict[str, Path]) -> None:

@@ -14,7 +14,8 @@ from speedrun.files import sha256_bytes, write_atomic, write_json
 from speedrun.race.evidence import examine, write_manifest
 from speedrun.race.plan import Plan
 from speedrun.race.verdict import judge, read_row, render
-from speedrun.train.runlog import train_line, val_line
+from speedrun.train.config import PublishedCurve
+from speedrun.train.runlog import plain, read_run, train_line, val_line
 from tests.race.conftest import Speedrun
 
 Json = dict[str, Any]
@@ -40,14 +41,14 @@ def edit_metrics(run: Path, change: Callable[[Json], object]) -> None:
 
 def rewrite_log(run: Path) -> None:
     """log.txt as it would be, had metrics.jsonl always been like this."""
-    total = read(run / "result.json")["steps"]
+    total, curve = read(run / "result.json")["steps"], read_run(run).options.curve
     steps = []
     for line in (run / "metrics.jsonl").read_text().splitlines():
         m = json.loads(line)
         if m["kind"] == "train":
             steps.append(train_line(m["step"] + 1, total, m["loss"], 1000 * m["time"]))
         elif m["kind"] == "val":
-            steps.append(val_line(m["step"], total, m["loss"], 1000 * m["time"]))
+            steps.append(val_line(m["step"], total, m["loss"], 1000 * m["time"], curve))
     others = [line for line in (run / "log.txt").read_text().splitlines() if not line.startswith("step:")]
     write_atomic(run / "log.txt", "\n".join([*others, *steps]) + "\n")
 
@@ -497,3 +498,15 @@ def test_a_challenge_races_the_same_recipes_again(raced: Path, speedrun: Speedru
     assert mine.recipes == theirs.recipes
     assert not set(mine.seeds) & set(theirs.seeds)
     assert re.search(r"The ratio \d+\.\d+ that was claimed lies (within|outside) the interval measured here", out)
+
+
+def test_a_run_beside_a_record_holds(race_copy: Path) -> None:
+    run, problem = race_copy / "runs/001-A", "001-A: log.txt and metrics.jsonl disagree at line 1 of the steps"
+    curve = PublishedCurve("tiny", "own", "a test", ((0, 8.5), (4, 7.0)), 3.0)
+    edit(run / "run.json", lambda about: about["options"].update(curve=plain(curve)))
+    write_manifest(race_copy)
+    assert any(found.startswith(problem) for found in examine(race_copy).problems)
+    rewrite_log(run)
+    write_manifest(race_copy)
+    assert " record:7.0000 difference:" in (run / "log.txt").read_text()
+    assert examine(race_copy).problems == []

@@ -1,5 +1,6 @@
 """The scale of gradients: the sum of the records and the mean train alike but for eps, and 8-bit scales must fit."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -109,12 +110,12 @@ def test_scales_that_cannot_work_are_refused(changes: dict[str, Any], sentence: 
 
 
 def test_the_ranges_are_those_of_torch_s_8_bit_floats() -> None:
-    for dtype, (tiny, huge) in (
-        (torch.float8_e4m3fn, scale.E4M3_RANGE),
-        (torch.float8_e5m2, scale.E5M2_RANGE),
+    for dtype, (tiny, huge), beyond in (
+        (torch.float8_e4m3fn, scale.E4M3_RANGE, 448.0),
+        (torch.float8_e5m2, scale.E5M2_RANGE, math.inf),
     ):
         rounded = torch.tensor([0.99 * tiny, 1.01 * tiny, 0.999 * huge, 1.05 * huge]).to(dtype).float()
         assert rounded[0] == 0
         assert rounded[1] == 2 * tiny
         assert rounded[2] == torch.finfo(dtype).max
-        assert not rounded[3].isfinite()
+        assert rounded[3] == beyond

@@ -17,10 +17,11 @@ from speedrun.model.gpt import GPTConfig
 from speedrun.optim.config import OptimConfig
 from speedrun.options import unset
 from speedrun.recipes import DEFAULT, default_for, get_recipe
+from speedrun.recipes.published import get_curve
 from speedrun.tracks import Track, get_track, own_track
 from speedrun.train import dryrun
 from speedrun.train import run as run_room
-from speedrun.train.config import Options, Recipe, ValidationConfig
+from speedrun.train.config import Options, PublishedCurve, Recipe, ValidationConfig
 from speedrun.train.device import CompilerConfig, Machine, check_processes, choose
 from speedrun.train.distributed import PATIENCE, is_first, launch, may_restart, ranks, restarted
 from speedrun.train.runlog import read_result, read_run
@@ -94,6 +95,9 @@ class Train:
     """With several processes: in which order a step exchanges and computes: eager, interleaved or plain."""
     trace: int = 0
     """Record what every process does in so many steps, as trace.json in the run folder. `--trace` alone: 20 steps."""
+    curve: Annotated[str | None, unset("NAME|none")] = None
+    """A record whose published validation losses are shown beside the run's own: normuon, interleaved...
+    Default: that of the recipe itself, where it has one on this track."""
     dry_run: bool = False
     """Train nothing and write nothing: say what the run would be, its memory and time, and whether it fits (exit code
     0) or not (2). `--dry-run` alone will do."""
@@ -123,6 +127,7 @@ class Train:
         recipe, options = about.recipe, about.options
         kept = {k: getattr(options, k) for k in ("seed", "compile", "checkpoint_every", "keep", "micro_rows", "plan")}
         kept |= {"save": options.final_checkpoint, "shadow": "shadow" in options.splits}
+        kept["curve"] = options.curve.record if options.curve else "none"
         kept["machine"] = Machinery(threads=about.threads)
         if about.track == "own":
             kept |= {"data": Path(about.data.folder), "target": about.target}
@@ -148,13 +153,14 @@ def train(args: Sequence[str]) -> int:
     recipe = given.resolved(base)
     if folder and given.out:
         raise UserError(f"--out {given.out} does not go with --resume {folder}: a run stays in its folder; drop --out.")
-    for name in ("recipe", "track") if folder else ():
+    for name in ("recipe", "track", "curve") if folder else ():
         old, new = getattr(default, name), getattr(given, name)
         if old != new:
             raise UserError(f"{folder} was started with --{name} {old}, not {new}; drop that, or start a new run.")
     if given.target is not None and given.data is None:
         raise UserError(f"--target {given.target} goes with --data; the target of track {given.track!r} is fixed.")
     track = own_track(given.data, given.target) if given.data else get_track(given.track)
+    curve = None if folder else get_curve(given.curve, recipe.name, track.name)  # a run that goes on has its own
     if given.max_restarts and given.nproc == 1 and ranks() == 1:
         raise UserError(f"--max-restarts {given.max_restarts} goes with --nproc; one process is resumed with --resume.")
     if given.nproc != 1 and ranks() == 1 and not given.dry_run:
@@ -162,10 +168,10 @@ def train(args: Sequence[str]) -> int:
         if given.max_restarts and not (given.out or given.resume):  # the next attempt must find the run
             args = [*args, "--out", str(run_room.new_run_path(recipe, track, given.seed))]
         return launch(given.nproc, args, given.max_restarts)
-    return run_training(given, recipe, track)
+    return run_training(given, recipe, track, curve)
 
 
-def run_training(given: Train, recipe: Recipe, track: Track) -> int:
+def run_training(given: Train, recipe: Recipe, track: Track, curve: PublishedCurve | None) -> int:
     every = given.checkpoint_every
     if every is None:
         every = recipe.validation.every if track.checkpoints else 0
@@ -193,6 +199,7 @@ def run_training(given: Train, recipe: Recipe, track: Track) -> int:
         backend=given.backend,
         order=given.order,
         trace=given.trace,
+        curve=curve,
     )
     machine = given.machine.choose(recipe.model.head_width)
     if given.dry_run:

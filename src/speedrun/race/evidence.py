@@ -177,7 +177,7 @@ def _logged(run: Run, recipe: Recipe) -> Iterator[str]:
     expected = [
         train_line(m["step"] + 1, total, m["loss"], 1000 * m["time"])
         if m["kind"] == "train"
-        else val_line(m["step"], total, m["loss"], 1000 * m["time"])
+        else val_line(m["step"], total, m["loss"], 1000 * m["time"], run.about.options.curve)
         for m in run.metrics
         if m["kind"] in ("train", "val")
     ]

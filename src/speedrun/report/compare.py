@@ -17,7 +17,7 @@ from speedrun.errors import UserError
 from speedrun.files import DELETE
 from speedrun.options import unset
 from speedrun.report.draw import COLORS, Frame, Series, picture, text
-from speedrun.train.runlog import RESULT, read_metrics, read_result, read_run
+from speedrun.train.runlog import RESULT, RunInfo, read_metrics, read_result, read_run
 from speedrun.train.schedule import ScheduleConfig
 
 WIDTH, PANEL, LEFT, RIGHT, TOP, GAP = 760, 190, 60, 20, 40, 50
@@ -61,6 +61,18 @@ class Curve:
             return [(m["step"] + done, tokens[m["step"] + done], m["time"], m["loss"]) for m in chosen]
 
         return cls(folder.name, about.track, points("train"), points("val"), status, about.target)
+
+    @classmethod
+    def of_record(cls, about: RunInfo) -> "Curve | None":
+        """The record beside a run, as far as the run goes; tokens are the run's own, and seconds are not known."""
+        record, schedule = about.options.curve, about.recipe.schedule
+        reached = [(step, loss) for step, loss in record.losses if step <= schedule.total] if record else []
+        if record is None or not reached:
+            return None
+        tokens = tokens_by_step(schedule, schedule.total)
+        val = [(step, tokens[step], math.nan, loss) for step, loss in reached]
+        name = f"record: {record.record} (published, {record.machine})"
+        return cls(name, record.track, [], val, "published", about.target)
 
 
 def tokens_by_step(schedule: ScheduleConfig, last: int) -> list[int]:
@@ -107,7 +119,8 @@ def as_csv(curves: list[Curve]) -> str:
     return out.getvalue()
 
 
-AXES = (("steps", 0), ("tokens", 1), ("seconds on the clock", 2))
+SECONDS = "seconds on the clock"
+AXES = (("steps", 0), ("tokens", 1), (SECONDS, 2))
 
 
 def loss_range(curves: Sequence[Curve]) -> tuple[float, float]:
@@ -135,11 +148,11 @@ def curves_svg(curves: Sequence[Curve]) -> str:
         wide = WIDTH - LEFT - RIGHT
         frame = Frame(LEFT, TOP + number * (PANEL + GAP), wide, PANEL, (0, longest), (low, high))
         parts += frame.axes(name, "")
+        for k, curve in enumerate(curves):
+            parts += frame.draw(series_of(curve, column, COLORS[k % len(COLORS)]))
         target = curves[0].target
         if target is not None and low < target < high:
             parts += frame.level(target, f"target {target:g}")
-        for k, curve in enumerate(curves):
-            parts += frame.draw(series_of(curve, column, COLORS[k % len(COLORS)]))
     for k, curve in enumerate(curves):
         row = TOP + len(AXES) * (PANEL + GAP) + 18 * k
         parts.append(f'<rect x="{LEFT}" y="{row - 9}" width="12" height="10" fill="{COLORS[k % len(COLORS)]}"/>')

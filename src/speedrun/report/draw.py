@@ -14,6 +14,7 @@ INK, GRID, PAPER, FAINT = "#2c3e50", "#d5d8dc", "#ffffff", "#737d86"
 COLORS = ("#c0392b", "#2471a3", "#1e8449", "#9a7d0a", "#7d3c98", "#117a65", "#a04000", "#5d6d7e")
 THEME = {INK: "ink", GRID: "grid", PAPER: "paper", FAINT: "faint"} | {c: f"c{k}" for k, c in enumerate(COLORS)}
 DASHES = ("", "6 3", "2 3")
+HALO = 'stroke-width="3" paint-order="stroke"'
 
 
 def picture(width: float, height: float, parts: Sequence[str], about: str) -> str:
@@ -82,6 +83,8 @@ class Series:
     dash: str = ""
     hollow: bool = False
     opacity: float = 1.0
+    radius: float = 3
+    """Of the marks."""
 
 
 @dataclass(frozen=True)
@@ -117,12 +120,13 @@ class Frame:
         return parts
 
     def level(self, y: float, words: str) -> list[str]:
-        """A dashed line across, such as a target."""
+        """A dashed line across, such as a target. Its name stands where most curves are far above, and clear of others.
+
+        To be drawn after the curves.
+        """
         (x, height), right = self.at(self.x[0], y), self.left + self.width
-        return [
-            line(x, height, right, height, color=INK, dash="4 3"),
-            text(right, height - 4, words, anchor="end"),
-        ]
+        name = text(x + 2, height - 4, words).replace("<text", f'<text stroke="{PAPER}" {HALO}', 1)
+        return [line(x, height, right, height, color=INK, dash="4 3"), name]
 
     def draw(self, series: Series) -> list[str]:
         """It begins where it comes into the frame from above; a later spike stays, on the border."""
@@ -137,7 +141,8 @@ class Frame:
             )
         for x, y in marks:
             about = f"{series.name}: {y:.4f} at {x:,.6g}"
-            parts.append(dot(*self.at(x, y), series.color, about=about, hollow=series.hollow))
+            at = self.at(x, y)
+            parts.append(dot(*at, series.color, about=about, hollow=series.hollow, radius=series.radius))
         return parts
 
 
@@ -161,9 +166,9 @@ def chart(
     across = x or (0, max(known, default=0) or 1)
     frame = Frame(46, 26, size[0] - 46 - 14, size[1] - 26 - 40, across, y)
     parts = frame.axes(x_name, y_name)
+    for one in series:
+        parts += frame.draw(one)
     for value, words in levels:
         if y[0] <= value <= y[1]:
             parts += frame.level(value, words)
-    for one in series:
-        parts += frame.draw(one)
     return picture(*size, parts, about)

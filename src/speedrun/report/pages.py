@@ -79,11 +79,15 @@ def run_page(folder: Path) -> str:
     shown = [Shown(curve, COLORS[1])]
     name = folder.resolve().name
     names = [(name, COLORS[1], "")]
+    words = "Lines are training losses, smoothed; points are validation losses."
+    record = Curve.of_record(about)
+    if record:
+        words += f" Dashed, with rings: the record's validation losses ({about.options.curve})."
     return finish(
         f"Run {name}",
         run_lead(about, result, curve),
         [
-            losses(shown, names, "Lines are training losses, smoothed; points are validation losses."),
+            losses(shown, names, words, record),
             timeline(folder),
             schedules([recipe]),
             machine(shown, [metrics], names),

@@ -9,9 +9,9 @@ from typing import Any
 
 from speedrun.race.statistics import effect
 from speedrun.report import draw, page
-from speedrun.report.compare import AXES, Curve, loss_range, series_of
+from speedrun.report.compare import AXES, SECONDS, Curve, loss_range, series_of
 from speedrun.report.draw import INK, Frame, Series, chart, dot, line, picture, text
-from speedrun.report.page import Section
+from speedrun.report.page import Rows, Section
 from speedrun.report.schedules import schedule_svg
 from speedrun.report.timeline import timeline_svg
 from speedrun.report.traces import median_step
@@ -37,8 +37,12 @@ class Shown:
     dash: str = ""
 
 
-def losses(shown: Sequence[Shown], names: Sequence[Name], words: str) -> Section:
-    low, high = loss_range([s.curve for s in shown])
+RECORD = (draw.COLORS[6], "5 3")
+
+
+def losses(shown: Sequence[Shown], names: Sequence[Name], words: str, record: Curve | None = None) -> Section:
+    """`record` is drawn beside the runs, over all but seconds, and has a table against the first of them."""
+    low, high = loss_range([*(s.curve for s in shown), *([record] if record else [])])
     target = shown[0].curve.target
     levels = [] if target is None else [(target, f"target {target:g}")]
     ends = [f"{s.curve.name} {s.curve.val[-1][3]:.4f}" for s in shown if s.curve.val]
@@ -46,13 +50,39 @@ def losses(shown: Sequence[Shown], names: Sequence[Name], words: str) -> Section
     for name, column in AXES:
         about = f"Loss over {name}. Last validation losses: {', '.join(ends) or 'none yet'}."
         series = [series_of(s.curve, column, s.color, s.dash) for s in shown]
+        if record and name != SECONDS:
+            about += f" Last loss of {record.name}: {record.val[-1][3]:.4f}."
+            series.insert(0, record_series(record, column))
         drawn = chart(about, series, x_name=name, y_name="loss", y=(low, high), levels=levels)
-        pictures.append((drawn, f"by {name}"))
+        alone = ", without the record: its machine was another" if record and name == SECONDS else ""
+        pictures.append((drawn, f"by {name}{alone}"))
     data: list[tuple[Any, ...]] = [("run", "kind", "step", "tokens", "seconds", "loss")]
     for s in shown:
         for kind, points in (("train", s.curve.train), ("val", s.curve.val)):
             data += [(s.curve.name, kind, *point) for point in points]
-    return Section("loss", "Loss", [page.paragraph(words, "note"), page.key(names), page.grid(pictures)], data)
+    parts = [page.paragraph(words, "note"), page.key(names), page.grid(pictures)]
+    if record:
+        data += [(record.name, "val", step, tokens, "", loss) for step, tokens, _, loss in record.val]
+        parts[1] = page.key([*names, (record.name, *RECORD)])
+        parts.append(page.table(beside(shown[0].curve, record), "validation losses beside the record's"))
+    return Section("loss", "Loss", parts, data)
+
+
+def record_series(record: Curve, column: int) -> Series:
+    """A few validation losses, joined by a dashed line: rings, inside which the points of a run that agrees lie."""
+    marks = [(p[column], p[3]) for p in record.val]
+    color, dash = RECORD
+    return Series(record.name, color, marks, marks, dash, hollow=True, radius=5)
+
+
+def beside(run: Curve, record: Curve) -> Rows:
+    """Every loss of the record, with the run's own where it has measured one."""
+    own = {p[0]: p[3] for p in run.val}
+    rows: list[tuple[Any, ...]] = [("step", "this run", "record", "difference")]
+    for step, *_, loss in record.val:
+        here = (f"{own[step]:.4f}", f"{own[step] - loss:+z.4f}") if step in own else ("-", "-")
+        rows.append((f"{step:,}", here[0], f"{loss:.4f}", here[1]))
+    return rows
 
 
 def pace(curve: Curve, points: int = 120) -> list[tuple[float, float]]:

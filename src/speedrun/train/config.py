@@ -101,6 +101,29 @@ class Recipe:
 
 
 @dataclass(frozen=True)
+class PublishedCurve:
+    """The validation losses of a published record: what a run of the same recipe should repeat, step by step."""
+
+    record: str
+    """Recipe that reproduces it."""
+    track: str
+    source: str
+    """Where it was published."""
+    losses: Annotated[tuple[tuple[Count, float], ...], Meta(min_length=1)]
+    """(steps done, loss)"""
+    seconds: AboveZero
+    """Of the whole run, on its clock."""
+    machine: str = "8xH100"
+
+    def at(self, done: int) -> float | None:
+        """The loss after so many steps, if the record measured it there."""
+        return dict(self.losses).get(done)
+
+    def __str__(self) -> str:
+        return f"{self.source}: one run on {self.machine}, {self.seconds:.1f} s"
+
+
+@dataclass(frozen=True)
 class Options:
     """How a run is executed. None of this is part of the recipe."""
 
@@ -130,6 +153,8 @@ class Options:
     """In which order ranks exchange and compute within a step: eager, interleaved or plain."""
     trace: Count = 0
     """Record what every rank does in so many steps."""
+    curve: PublishedCurve | None = None
+    """Losses of a record, shown beside the run's own."""
 
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:

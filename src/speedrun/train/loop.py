@@ -466,6 +466,9 @@ class Trainer:
             self.say(line)
         if self.recipe.model.fp8_head:
             self.say("8-bit head: {} ({})".format(*describe_fp8(self.device)))
+        if self.options.curve:
+            record = self.options.curve
+            self.say(f"record: the losses of {record.record} are shown beside this run's ({record})")
         self.say(
             "warming up (not timed): compiling and visiting every shape" + ("" if saved is None else ", then resuming")
         )
@@ -568,7 +571,7 @@ class Trainer:
         loss, seconds, snapshot = losses[splits[0]], self.clock.seconds, telemetry.snapshot()
         self.folder.metric({"kind": "telemetry", "step": max(0, done - 1), **snapshot})
         self.folder.metric({"kind": "val", "step": done, "loss": loss, "losses": losses, "time": seconds, **weights})
-        self.folder.log(val_line(done, self.steps, loss, 1000 * seconds))
+        self.folder.log(val_line(done, self.steps, loss, 1000 * seconds, self.options.curve))
         self.folder.log(telemetry.summary(snapshot), show=False)
         self.clock.start()
         return losses

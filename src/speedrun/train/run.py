@@ -134,7 +134,10 @@ def _start(
 def resume(
     path: Path, recipe: Recipe, track: Track, machine: Machine, options: Options, *, quiet: bool = False
 ) -> Outcome:
-    """Continue the run in `path`, which must have been started with this recipe, track, data and seed."""
+    """Continue the run in `path`, which must have been started with this recipe, track, data and seed.
+
+    The record beside it stays the one it began with, so that its log is of one piece.
+    """
     obey(recipe, track)
     scale.check(recipe)
     problem = obstacle(path, recipe, track, options.seed)
@@ -143,7 +146,8 @@ def resume(
     tokens = track.locate()
     recipe = fit_to_tokens(recipe, tokens, track)
     check_supply(recipe, tokens, track)
-    options = dataclasses.replace(options, val_tokens=track.val_tokens)
+    curve = read_run(path).options.curve
+    options = dataclasses.replace(options, val_tokens=track.val_tokens, curve=curve)
     with joined(machine.device, options.patience, options.backend) as (team, watch):
         check_ranks(recipe, team)
         notices: list[str] = []

@@ -35,7 +35,7 @@ from msgspec import Meta
 from speedrun.checks import Count, NotNegative, Positive
 from speedrun.errors import UserError
 from speedrun.files import DELETE, explained, from_json, new_folder, read_json, read_lines, write_atomic, write_json
-from speedrun.train.config import Options, Recipe
+from speedrun.train.config import Options, PublishedCurve, Recipe
 
 RUN = "run.json"
 METRICS = "metrics.jsonl"
@@ -370,9 +370,11 @@ def _numbers(value: Any) -> Any:
 # --- lines to grep --------------------------------------------------------------------------------
 
 
-def val_line(step: int, total: int, val_loss: float, train_time_ms: float) -> str:
-    """`step` is the number of steps done, here and in `train_line`."""
-    return f"step:{step}/{total} val_loss:{val_loss:.4f} {_times(step, train_time_ms)}"
+def val_line(step: int, total: int, val_loss: float, train_time_ms: float, curve: PublishedCurve | None = None) -> str:
+    """`step` is the number of steps done, here and in `train_line`. The record's loss follows where it has one."""
+    line = f"step:{step}/{total} val_loss:{val_loss:.4f} {_times(step, train_time_ms)}"
+    record = curve.at(step) if curve else None
+    return line if record is None else f"{line} record:{record:.4f} difference:{val_loss - record:+z.4f}"
 
 
 def train_line(step: int, total: int, train_loss: float, train_time_ms: float) -> str:

@@ -17,8 +17,8 @@ Losses in logs, and the norm that `optim.clip` allows, are always those of the m
 
 An operand of an 8-bit product is divided by its scale before it is rounded (`model.fp8_scales`: features, weights,
 gradients of the logits). Features and weights are float8_e4m3fn (448 is the largest, 2**-9 the smallest number above
-zero), gradients float8_e5m2 (57,344 and 2**-16). More than the largest becomes NaN or infinity, less than half of the
-smallest becomes zero.
+zero), gradients float8_e5m2 (57,344 and 2**-16). A larger number is cut off to 448 or becomes infinite, less than half
+of the smallest becomes zero.
 """
 
 import math
