@@ -81,6 +81,14 @@ MORE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
+    "sum whole documents": (
+        "interleaved",
+        {
+            "optim.reference_ranks": 8, "optim.eps": 1e-3, "optim.clip": 0.5, "model.fp8_head": True,
+            "validation.cut_documents": False, "validation.length": 384, "validation.rows": 2,
+        },
+        {},
+    ),
     "every part its own": (
         "medium",
         {
