@@ -15,7 +15,6 @@ import torch
 
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError
-from speedrun.optim.pipeline import Team
 from speedrun.recipes import get_recipe
 from speedrun.train.config import with_fields
 from speedrun.train.distributed import choose_backend, joined
@@ -135,9 +134,9 @@ def test_what_is_asked_for_must_be_there() -> None:
     with pytest.raises(UserError, match="--patience is 0"), joined(cpu, patience=0):
         pass
     recipe = with_fields(get_recipe("adamw", "pocket"), {"schedule.rows": 3})
-    check_ranks(recipe, Team(None, 0, 3))
+    check_ranks(recipe, 3)
     with pytest.raises(UserError, match="There are 4 ranks, but a step has only 3 rows"):
-        check_ranks(recipe, Team(None, 0, 4))
+        check_ranks(recipe, 4)
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,7 @@ class Muted:
 
 def launch(processes: int, args: Sequence[str], max_restarts: int = 0) -> int:
     """Run `speedrun train` with these arguments in so many processes on this machine, by torchrun's own machinery."""
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -178,5 +179,9 @@ def launch(processes: int, args: Sequence[str], max_restarts: int = 0) -> int:
             if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:  # that one comes from the launcher itself
                 name = signal.Signals(-failure.exitcode).name
                 print(f"speedrun: rank {rank} was ended by {name}.", file=sys.stderr)
-        return 2 if any(failure.exitcode == 2 for failure in e.failures.values()) else 1
+        codes = {failure.exitcode for failure in e.failures.values()}
+        # A mistake, or somebody stopped one rank and so all of them; otherwise one was lost.
+        return next((code for code in (2, 128 + signal.SIGINT, 128 + signal.SIGTERM) if code in codes), 1)
+    except SignalException as e:  # it was passed on to the ranks, and they have ended
+        return 128 + e.sigval
     return 0
