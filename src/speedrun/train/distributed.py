@@ -23,6 +23,7 @@ from speedrun.optim.pipeline import Team
 from speedrun.train.watch import LONG, Watch, lost_connection
 
 PATIENCE = 300.0  # seconds a rank waits for another before it gives up; four times as long while something compiles
+REACHED = 10.0  # seconds in which a store that is there already is reached
 
 
 def ranks() -> int:
@@ -53,6 +54,11 @@ def may_restart() -> bool:
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
 
 
+def launched() -> bool:
+    """Whether torchrun, or `launch`, keeps the store where the ranks meet. It is there before any of them."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def choose_backend(asked: str, device: torch.device) -> str:
     """gloo for CPUs; NCCL for GPUs, with gloo beside it for small tensors that live on the CPU."""
     if asked not in ("auto", "gloo", "nccl"):
@@ -75,7 +81,7 @@ def joined(
         return
     # The watch gives up first, and says why; this is for the case that it cannot.
     limit = datetime.timedelta(seconds=(LONG + 1) * patience)
-    store = meeting_point(limit, host=is_first() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True")
+    store = meeting_point(limit, host=is_first() and not launched())
     rank = int(os.environ["RANK"])
     dist.init_process_group(
         backend,
@@ -114,7 +120,10 @@ def meeting_point(limit: datetime.timedelta, host: bool = False) -> Any:
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        store = TCPStore(address, port, None, host, limit, wait_for_workers=False)
+        # Whoever started these ranks may have been killed since: then nobody else ends them.
+        soon = datetime.timedelta(seconds=min(REACHED, limit.total_seconds())) if launched() else limit
+        store = TCPStore(address, port, None, host, soon, wait_for_workers=False)
+        store.set_timeout(limit)
     except (dist.DistNetworkError, dist.DistStoreError) as e:
         if "EADDRINUSE" in str(e):
             raise UserError(
