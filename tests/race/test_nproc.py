@@ -87,7 +87,7 @@ def kill_race_and_launcher(race: subprocess.Popen[str]) -> list[int]:
 def test_a_race_in_two_processes_stopped_killed_and_continued(
     held_out: TokenFolder, tmp_path: Path, speedrun: Speedrun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line = words("--runs 4 --seed 3 --nproc 2 --out race", held_out.path, steps=300, against_steps=20)
+    line = words("--runs 4 --seed 3 --nproc 2 --out race", held_out.path, steps=120, against_steps=10)
     folder = tmp_path / "race"
     race = start(line, tmp_path)
     wait_for(training(folder / "runs/001-A"), race)
