@@ -1,5 +1,6 @@
 """Losing a process: all ranks end, one sentence says which one it was and why, and restarts give the same bits."""
 
+import datetime
 import json
 import os
 import signal
@@ -15,10 +16,9 @@ import torch
 
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError
-from speedrun.optim.pipeline import Team
 from speedrun.recipes import get_recipe
 from speedrun.train.config import with_fields
-from speedrun.train.distributed import choose_backend, joined
+from speedrun.train.distributed import choose_backend, joined, meeting_point
 from speedrun.train.run import check_ranks
 from tests.distributed.test_training import FLAGS, metrics
 
@@ -121,6 +121,37 @@ def test_a_run_that_lost_a_process_goes_on_by_itself_to_the_same_bits(flags: lis
     assert json.loads((tmp_path / "run" / "result.json").read_text())["resumed"]
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_launcher_ends_all_ranks(number: signal.Signals, flags: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "speedrun", "train", *flags, "--nproc", "2", "--schedule.steps", "100000"]
+    with open(tmp_path / "log", "w") as log:
+        run = subprocess.Popen(command, stdout=log, stderr=log, cwd=tmp_path, env=ONE_THREAD)
+    written = tmp_path / "run" / "metrics.jsonl"
+    while not (written.exists() and written.read_text().count("train") >= 8):
+        assert run.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.02)
+    ranks = children(run.pid)
+    assert len(ranks) == 2
+    run.send_signal(number)
+    assert run.wait(timeout=100) == 128 + number
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+def test_ranks_whose_launcher_is_gone_do_not_wait_for_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The patience of a run is for ranks that are there; a store that torchrun keeps is there before them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr("speedrun.train.distributed.REACHED", 0.5)
+    began = time.monotonic()
+    with pytest.raises(UserError, match="The ranks cannot meet at"):
+        meeting_point(datetime.timedelta(seconds=1500))
+    assert time.monotonic() - began < 60
+
+
 # ------------------------------------------------------------------------------------------------- bad input
 
 
@@ -135,9 +166,9 @@ def test_what_is_asked_for_must_be_there() -> None:
     with pytest.raises(UserError, match="--patience is 0"), joined(cpu, patience=0):
         pass
     recipe = with_fields(get_recipe("adamw", "pocket"), {"schedule.rows": 3})
-    check_ranks(recipe, Team(None, 0, 3))
+    check_ranks(recipe, 3)
     with pytest.raises(UserError, match="There are 4 ranks, but a step has only 3 rows"):
-        check_ranks(recipe, Team(None, 0, 4))
+        check_ranks(recipe, 4)
 
 
 @pytest.mark.parametrize(

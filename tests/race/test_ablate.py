@@ -183,12 +183,13 @@ def test_rounds_turn_round_and_the_budget_decides(
 
 def test_jobs_share_the_cores(held_out: TokenFolder, speedrun: Speedrun, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two runs at a time, each with half of the cores, while a third one waits for its turn."""
-    both, threads = threading.Barrier(2, timeout=30), []
+    both, threads, ranks = threading.Barrier(2, timeout=30), [], []
 
     def process(_: Children, words: list[str]) -> subprocess.CompletedProcess[str]:
         if len(threads) < 2:
             both.wait()  # nobody gets here alone
         threads.append(words[words.index("--threads") + 1])
+        ranks.append(words[words.index("--nproc") + 1] if "--nproc" in words else "1")
         result = Result(
             status="ok",
             reason=None,
@@ -214,11 +215,17 @@ def test_jobs_share_the_cores(held_out: TokenFolder, speedrun: Speedrun, monkeyp
     assert speedrun(*shlex.split(line), "--data", held_out.path)[0] == 0
     assert threads == ["3", "3", "3"]
     assert [row["variant"] for row in read_rows()] == [BASE, SHORTER, "zero-init"]
+    assert ranks == ["1", "1", "1"]
+    threads[:], ranks[:] = [], []
+    assert speedrun(*shlex.split(line), "--data", held_out.path, "--out", "two", "--nproc", "2")[0] == 0
+    assert (threads, ranks) == (["1"] * 3, ["2"] * 3), "six cores for two jobs of two processes"
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
+        ("--nproc 0", "--nproc is 0; it must be at least 1."),
+        ("--nproc 3", "There are 3 ranks, but a step has only 2 rows to deal out; start at most 2"),
         ("--jobs 0", "--jobs is 0; it must be at least 1."),
         ("--switches qk-nrom", "There is no switch 'qk-nrom'. Did you mean 'qk-norm'?"),
         ("--switches smear", "Recipe 'adamw' does not use 'smear'; it has"),

@@ -278,6 +278,8 @@ def test_a_run_that_cannot_start_says_why_and_the_race_can_go_on(
         ("--looks 4 2", "The looks 4 2 10 do not fit"),
         ("--looks 4 12", "The looks 4 12 do not fit"),
         ("--looks sometimes", "--looks is sometimes; write `end`, `every`, or numbers such as 2 4 10."),
+        ("--nproc 0", "--nproc is 0; it must be at least 1."),
+        ("--nproc 3", "There are 3 ranks, but a step has only 2 rows to deal out; start at most 2"),
         ("--alpha 0.5", "--alpha is 0.5; it must be above 0 and at most 0.1."),
         ("--seed -1", "--seed is -1; it must lie between 0 and"),
         ("--kind systems", "A systems race compares two sides; name the other one with --against."),

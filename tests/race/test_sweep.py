@@ -292,6 +292,8 @@ def test_ranges_become_values_of_the_field_s_type() -> None:
         ("--trials 0", "--trials is 0; it must be at least 1."),
         ("--budget -1", "--budget is -1.0; it must be at least 0."),
         ("--budget nan", "--budget is nan; it must be at least 0."),
+        ("--nproc 0", "--nproc is 0; it must be at least 1."),
+        ("--nproc 99", "There are 99 ranks, but a step has only"),
         ("--threads 0", "--threads is 0; it must be at least 1."),
         ("--clock 0 --fix optim.lr=1", "--clock is 0.0; it must be above 0 seconds."),
         ("--clock 1", "--clock 1 decides the steps; drop schedule.steps"),

@@ -287,6 +287,15 @@ def resume_a_run(race: Path) -> None:
     edit(race / "runs/001-A/run.json", lambda about: about["interruptions"].append({"resumed_from": 2}))
 
 
+def use_two_processes(race: Path) -> None:
+    for run in (race / "runs").iterdir():
+        edit(run / "run.json", lambda about: about.update(ranks=2))
+
+
+def plan_two_processes(race: Path) -> None:
+    edit_plan(race, lambda plan: plan["settings"].update(nproc=2))
+
+
 def use_another_machine(race: Path) -> None:
     edit_metrics(race / "runs/001-A", lambda m: m.update(cpu_model="faster") if m["kind"] == "telemetry" else None)
 
@@ -350,6 +359,8 @@ TAMPERING = {
     change_the_copy_of_the_source: "its copy of the source is missing or was changed",
     train_while_validating: "the weights changed during validation",
     resume_a_run: "it was interrupted and resumed",
+    use_two_processes: "001-A: it was made with --nproc 2, planned was 1",
+    plan_two_processes: "001-A: it was made with --nproc 1, planned was 2",
     use_another_machine: "it ran on another machine or installation: cpu is 'faster'",
     use_another_setting: "were made with different variables",
     validate_on_less: "its option val_tokens is 100",

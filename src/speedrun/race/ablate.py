@@ -28,15 +28,15 @@ from speedrun.checks import AboveZero
 from speedrun.errors import UserError, nearest
 from speedrun.options import unset
 from speedrun.race import plan as plans
-from speedrun.race.children import Children
+from speedrun.race.children import Children, last_words
 from speedrun.race.race import side
 from speedrun.race.statistics import Effect, effect, holm
 from speedrun.race.sweep import ROWS, RowLog, keep_to
 from speedrun.recipes import DEFAULT, get_recipe
 from speedrun.tracks import get_track, own_track
 from speedrun.train.config import Recipe, fields_of, with_fields
-from speedrun.train.device import usable_cores
-from speedrun.train.run import fit_to_tokens
+from speedrun.train.device import check_processes, usable_cores
+from speedrun.train.run import check_ranks, fit_to_tokens
 from speedrun.train.runlog import read_result, source_sha256
 
 Changes = dict[str, Any]
@@ -123,8 +123,10 @@ class Ablate:
     """Minutes; no round begins that would not end within it. Time spent before a restart counts."""
     out: Path = Path("ablations/ablation")
     """Where rows.jsonl is kept; the same folder continues."""
+    nproc: int = 1
+    """Processes of each run, on this machine."""
     threads: Annotated[int | None, unset("INT")] = None
-    """CPU threads of each run; default: all usable cores, shared by the jobs."""
+    """CPU threads of each process; default: all usable cores, shared by all processes of all jobs."""
     jobs: int = 1
     """Runs at a time."""
     compile: bool = True
@@ -184,11 +186,14 @@ def run(given: Ablate, console: Console) -> list["Line"]:
         value = getattr(given, name)
         if value is not None and not value >= least:
             raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}.")
+    check_processes(given.nproc, "auto")
     _, recipe = side(given.recipe, get_track(given.track).name, given.changes)
     track = own_track(given.data, None) if given.data else get_track(given.track)
     recipe = fit_to_tokens(recipe, track.locate(), track)
     recipe = with_fields(recipe, {"validation.first": False, "validation.every": 10**6})
     entrants = variants(recipe, given)
+    for entrant in entrants.values():
+        check_ranks(entrant, given.nproc)
     plan = AblationPlan(given, recipe, track.files, tuple(entrants), source_sha256())
     keep_to(given.out / PLAN, plan, "an ablation", free=("seeds", "budget", "out", "markdown", "plot"))
     rows = Rows(given.out / ROWS)
@@ -247,14 +252,15 @@ def execute(given: Ablate, children: Children, name: str, recipe: Recipe, seed: 
     words = [sys.executable, "-m", "speedrun", "train", "--recipe", recipe.name, "--track", recipe.track]
     words += plans.flags(recipe, get_recipe(recipe.name, recipe.track))
     words += ["--data", str(given.data)] if given.data else []
-    threads = given.threads or (max(1, usable_cores() // given.jobs) if given.jobs > 1 else None)
+    words += ["--nproc", str(given.nproc)] if given.nproc > 1 else []
+    threads = given.threads or (max(1, usable_cores() // (given.jobs * given.nproc)) if given.jobs > 1 else None)
     words += ["--threads", str(threads)] if threads else []
     words += ["--compile", str(given.compile), "--seed", str(seed), "--out", str(folder)]
     words += ["--checkpoint-every", "0", "--save", "False", "--sample", "False"]
     began = time.monotonic()
     done = children.run(words)
     if done.returncode not in (0, 1) or not (folder / "result.json").exists():
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1].removeprefix("speedrun: ")
+        last = last_words(done.stderr) or "no message"
         raise UserError(f"The run without {name!r} ended without a result: {last}")
     result = read_result(folder)
     ok = result.status == "ok"

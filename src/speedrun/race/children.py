@@ -36,6 +36,13 @@ def was_stopped(code: int) -> bool:
     return code in (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
 
 
+def last_words(said: str) -> str:
+    """Of what a run wrote to stderr: the last sentence of its own, after which a launcher may go on with its log."""
+    lines = said.strip().splitlines()
+    own = [line.removeprefix("speedrun: ") for line in lines if line.startswith("speedrun: ")]
+    return (own or lines or [""])[-1]
+
+
 class Children:
     """Processes started from several threads. An exception inside `with` stops them all, and no other begins."""
 

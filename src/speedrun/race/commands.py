@@ -129,8 +129,10 @@ class Challenge:
     """Folder of the new race; default: races/challenge-NAME. The same folder continues."""
     data: Annotated[Path | None, unset("PATH")] = None
     """Where the tokens lie, if not where the plan says."""
+    nproc: Annotated[int | None, unset("INT")] = None
+    """Processes of each run, on this machine; default: as many as there."""
     threads: Annotated[int | None, unset("INT")] = None
-    """CPU threads of each run; default: all usable cores."""
+    """CPU threads of each process; default: all usable cores, shared by the processes."""
 
 
 def challenge(given: Challenge, console: Console) -> int:
@@ -140,8 +142,9 @@ def challenge(given: Challenge, console: Console) -> int:
     track = own_track(data, theirs.target) if theirs.track == "own" and data else get_track(theirs.track)
     runs = given.runs or len(theirs.seeds)
     compiled, kind = theirs.settings.compile, "systems" if theirs.kind == "systems" else "full"
+    nproc = theirs.settings.nproc if given.nproc is None else given.nproc
     asked = Race(
-        data=data, runs=runs, kind=kind, alpha=theirs.alpha, threads=given.threads, compile=compiled  # type: ignore[arg-type]
+        data=data, runs=runs, kind=kind, alpha=theirs.alpha, nproc=nproc, threads=given.threads, compile=compiled  # type: ignore[arg-type]
     )  # fmt: skip
     sides = {side: (theirs.labels[side], recipe) for side, recipe in theirs.recipes.items()}
     folder = given.out or Path("races") / f"challenge-{given.folder.resolve().name}"

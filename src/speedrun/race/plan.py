@@ -51,6 +51,8 @@ class Settings:
     threads: int | None = None
     attention: str = "auto"
     compile: bool = True
+    nproc: int = 1
+    """Processes of each run, on one machine."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from speedrun.errors import UserError, nearest
 from speedrun.files import locked, sha256_file, write_atomic, write_json
 from speedrun.options import unset
 from speedrun.race import plan as plans
-from speedrun.race.children import was_stopped
+from speedrun.race.children import last_words, was_stopped
 from speedrun.race.evidence import INTERRUPTED, MANIFEST, RUNS, Run, examine_run, write_manifest
 from speedrun.race.plan import PLAN, Entry, Plan, Settings
 from speedrun.race.statistics import ALPHA, FEWEST
@@ -32,7 +32,8 @@ from speedrun.race.verdict import TEXT, VERDICT, Row, decided, judge, read_row, 
 from speedrun.recipes import DEFAULT, get_recipe
 from speedrun.tracks import Track, get_track, own_track
 from speedrun.train.config import Recipe, as_tuple, fields_of, with_fields
-from speedrun.train.run import check_supply, fit_to_tokens, hashes, obey
+from speedrun.train.device import check_processes
+from speedrun.train.run import check_ranks, check_supply, fit_to_tokens, hashes, obey
 from speedrun.train.runlog import METRICS, RESULT, SOURCE, read_metrics, read_result, source_sha256
 
 POLL = 1.0  # seconds between looks at a run's progress, which must not disturb it
@@ -72,8 +73,10 @@ class Race:
     """First seed; the others follow it. Default: drawn from the plan, so that nobody can pick one."""
     out: Annotated[Path | None, unset("PATH")] = None
     """Folder of the race; the same folder continues. Default: races/TRACK-RECIPE[-vs-AGAINST]."""
+    nproc: int = 1
+    """Processes of each run, on this machine; the same for both sides."""
     threads: Annotated[int | None, unset("INT")] = None
-    """CPU threads of each run; default: all usable cores."""
+    """CPU threads of each process; default: all usable cores, shared by the processes."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps."""
     dtype: str = "auto"
@@ -142,11 +145,13 @@ def draw_up(given: Race, created: str | None = None) -> Plan:
 
 
 def of_sides(given: Race, sides: dict[str, tuple[str, Recipe]], track: Track, created: str, both: str) -> Plan:
+    check_processes(given.nproc, given.device)
     tokens = track.locate()
     assert track.target is not None
     recipes = {name: fit_to_tokens(recipe, tokens, track) for name, (_, recipe) in sides.items()}
     for recipe in recipes.values():
         obey(recipe, track)
+        check_ranks(recipe, given.nproc)
         check_supply(recipe, tokens, track)
     labels = {name: label for name, (label, _) in sides.items()}
     if len(set(labels.values())) < len(labels):
@@ -169,7 +174,7 @@ def of_sides(given: Race, sides: dict[str, tuple[str, Recipe]], track: Track, cr
         alpha=given.alpha,
         looks=look_numbers(given.looks, given.runs // 2 if len(sides) == 2 else given.runs),
         splits=("val", "shadow") if any("shadow_" in name for name in files) else ("val",),
-        settings=Settings(given.device, given.dtype, given.threads, given.attention, given.compile),
+        settings=Settings(given.device, given.dtype, given.threads, given.attention, given.compile, given.nproc),
         machine=plans.this_machine(),
         source_sha256=source_sha256(),
     )
@@ -246,6 +251,9 @@ class Course:
         """An attempt without an end is kept as evidence: whoever stops runs that look bad leaves a trace."""
         if not path.exists():
             return
+        # If the launcher of several processes was killed, too, they end by themselves, but a little later.
+        with locked(path / ".lock", lambda: self.say(f"{path.name} is about to end; waiting for it")):
+            pass
         shelf = self.folder / INTERRUPTED
         shelf.mkdir(exist_ok=True)
         number = next(n for n in range(1, 10**6) if not (shelf / f"{path.name}-{n}").exists())
@@ -266,13 +274,13 @@ class Course:
                 child.terminate()
                 child.wait()
                 raise
-        said = errors.read_text(errors="replace").strip().splitlines()
+        said = errors.read_text(errors="replace")
         errors.unlink()
         if finished(path):
             return
         if was_stopped(child.returncode):
             raise KeyboardInterrupt  # somebody stopped the run, and so the race
-        last = (said or [f"exit code {child.returncode}"])[-1].removeprefix("speedrun: ")
+        last = last_words(said) or f"exit code {child.returncode}"
         raise UserError(f"Run {entry.name} ended without a result: {last} Mend that; the same command goes on.")
 
     def wait(

@@ -173,7 +173,8 @@ def describe(name: str, plan: Plan, verdict: dict[str, Any], predecessor: Record
         against=b["label"] if b else None,
         retimed=float(b["time"]["mean"]) if b else None,
         predecessor=predecessor.name if predecessor else None,
-        machine=f"{plan.machine.cpu}, {plan.machine.cores} cores, {', '.join(plan.machine.devices)}",
+        machine=f"{plan.machine.cpu}, {plan.machine.cores} cores, {', '.join(plan.machine.devices)}"
+        + (f", {plan.settings.nproc} processes" if plan.settings.nproc > 1 else ""),
     )
 
 

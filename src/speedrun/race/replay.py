@@ -3,7 +3,8 @@
     speedrun verify races/NAME --replay --steps 20
 
 On the same kind of CPU, with the same torch, number of threads and version of this program, the losses must be the same
-to the last bit; elsewhere they may differ by rounding, which grows with the steps.
+to the last bit; elsewhere they may differ by rounding, which grows with the steps. One process repeats a run, so that
+of a run in several processes may differ by rounding, too.
 """
 
 import contextlib
@@ -73,6 +74,8 @@ def replay(run: Run, plan: Plan, steps: int, data: Path | None) -> Replay:
         getattr(here, k) != getattr(there, k) for k in ("cpu", "torch", "cpu_capability", "devices")
     ):
         inexact = "another kind of machine"
+    elif run.about.ranks > 1:
+        inexact = f"{run.about.ranks} processes trained there, one repeats it here"
     allowed = TOLERANCE if inexact else 0.0
     problem, worst = None, 0.0
     for (what, mine), theirs in zip(again, told, strict=True):

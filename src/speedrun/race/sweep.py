@@ -28,10 +28,12 @@ from rich.table import Table
 
 from speedrun.errors import UserError, nearest
 from speedrun.files import DELETE, explained, from_json, read_json, read_lines, write_atomic, write_json
-from speedrun.race.children import Children
+from speedrun.race.children import Children, last_words
 from speedrun.recipes import DEFAULT, get_recipe
 from speedrun.tracks import get_track, own_track
 from speedrun.train.config import Recipe, fields_of, with_fields
+from speedrun.train.device import check_processes
+from speedrun.train.run import check_ranks
 from speedrun.train.runlog import plain, read_metrics, read_result
 
 CALIBRATION_STEPS = 24
@@ -72,8 +74,10 @@ class Sweep:
     """Seed of the random draws."""
     out: Path = Path("sweeps/sweep")
     """Where rows.jsonl is kept; the same folder continues."""
+    nproc: int = 1
+    """Processes of each trial, on this machine."""
     threads: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
-    """CPU threads of each trial; default: all usable cores."""
+    """CPU threads of each process; default: all usable cores, shared by the processes."""
 
 
 @dataclass
@@ -176,6 +180,7 @@ class Bench:
 
     def full_steps(self, changes: Fields) -> int:
         recipe = with_fields(self.base, changes)
+        check_ranks(recipe, self.given.nproc)
         if self.given.clock is None:
             return recipe.schedule.steps
         return max(1, int(self.given.clock / self.step_seconds(changes)))
@@ -224,8 +229,7 @@ class Bench:
         row: dict[str, Any] = {"key": key, "kind": kind, "fields": changes, "seed": seed, "steps": steps}
         row["minutes"] = (time.monotonic() - began) / 60
         if done.returncode not in (0, 1) or not (folder / "result.json").exists():
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            return row | {"status": f"no result: {last.removeprefix('speedrun: ')}", "loss": None}
+            return row | {"status": f"no result: {last_words(done.stderr) or 'no message'}", "loss": None}
         result = read_result(folder)
         ok = result.status == "ok"
         status = "ok" if ok else f"{result.status}: {result.reason}"
@@ -246,6 +250,7 @@ class Bench:
         """`train ...` with these fields, on the tokens of this sweep."""
         words = ["train", "--recipe", self.given.recipe, "--track", self.given.track]
         words += ["--data", str(self.given.data)] if self.given.data else []
+        words += ["--nproc", str(self.given.nproc)] if self.given.nproc > 1 else []
         words += ["--threads", str(self.given.threads)] if self.given.threads else []
         for name, value in fields.items():
             words += [f"--{name.replace('_', '-')}", str(value)]
@@ -356,7 +361,8 @@ def run(given: Sweep, console: Console) -> int:
         raise UserError(f"--seeds is {' '.join(map(str, given.seeds)) or 'empty'}; name at least one, none negative.")
     fixed = dict(fixed_value(text, base) for text in given.fix)
     ranges = [Range.parse(text, base) for text in given.vary]
-    with_fields(base, fixed)
+    check_processes(given.nproc, "auto")
+    check_ranks(with_fields(base, fixed), given.nproc)
     if given.clock is not None and "schedule.steps" in {*fixed, *(axis.name for axis in ranges)}:
         raise UserError(f"--clock {given.clock:g} decides the steps; drop schedule.steps, or --clock.")
     track = own_track(given.data, None) if given.data else get_track(given.track)

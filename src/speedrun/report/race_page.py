@@ -216,7 +216,7 @@ def plan_section(plan: Plan) -> Section:
         (f"looks after {plan.unit}", ", ".join(map(str, plan.looks))),
         ("source", plan.source_sha256),
         *((k, ", ".join(v) if isinstance(v, tuple) else v) for k, v in vars(plan.machine).items()),
-        *((f"setting: {k}", v) for k, v in vars(plan.settings).items()),
+        *((f"setting: {k}", v) for k, v in vars(plan.settings).items() if (k, v) != ("nproc", 1)),
     ]
     files = page.table([("token file", "sha256"), *sorted(plan.files.items())], "data")
     return Section("plan", "Plan", [facts(pairs, "written before the first run"), files], [("what", "value"), *pairs])

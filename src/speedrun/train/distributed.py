@@ -23,6 +23,7 @@ from speedrun.optim.pipeline import Team
 from speedrun.train.watch import LONG, Watch, lost_connection
 
 PATIENCE = 300.0  # seconds a rank waits for another before it gives up; four times as long while something compiles
+REACHED = 10.0  # seconds in which a store that is there already is reached
 
 
 def ranks() -> int:
@@ -53,6 +54,11 @@ def may_restart() -> bool:
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
 
 
+def launched() -> bool:
+    """Whether torchrun, or `launch`, keeps the store where the ranks meet. It is there before any of them."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def choose_backend(asked: str, device: torch.device) -> str:
     """gloo for CPUs; NCCL for GPUs, with gloo beside it for small tensors that live on the CPU."""
     if asked not in ("auto", "gloo", "nccl"):
@@ -75,7 +81,7 @@ def joined(
         return
     # The watch gives up first, and says why; this is for the case that it cannot.
     limit = datetime.timedelta(seconds=(LONG + 1) * patience)
-    store = meeting_point(limit, host=is_first() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True")
+    store = meeting_point(limit, host=is_first() and not launched())
     rank = int(os.environ["RANK"])
     dist.init_process_group(
         backend,
@@ -114,7 +120,10 @@ def meeting_point(limit: datetime.timedelta, host: bool = False) -> Any:
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        store = TCPStore(address, port, None, host, limit, wait_for_workers=False)
+        # Whoever started these ranks may have been killed since: then nobody else ends them.
+        soon = datetime.timedelta(seconds=min(REACHED, limit.total_seconds())) if launched() else limit
+        store = TCPStore(address, port, None, host, soon, wait_for_workers=False)
+        store.set_timeout(limit)
     except (dist.DistNetworkError, dist.DistStoreError) as e:
         if "EADDRINUSE" in str(e):
             raise UserError(
@@ -155,6 +164,7 @@ class Muted:
 
 def launch(processes: int, args: Sequence[str], max_restarts: int = 0) -> int:
     """Run `speedrun train` with these arguments in so many processes on this machine, by torchrun's own machinery."""
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -178,5 +188,9 @@ def launch(processes: int, args: Sequence[str], max_restarts: int = 0) -> int:
             if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:  # that one comes from the launcher itself
                 name = signal.Signals(-failure.exitcode).name
                 print(f"speedrun: rank {rank} was ended by {name}.", file=sys.stderr)
-        return 2 if any(failure.exitcode == 2 for failure in e.failures.values()) else 1
+        codes = {failure.exitcode for failure in e.failures.values()}
+        # A mistake, or somebody stopped one rank and so all of them; otherwise one was lost.
+        return next((code for code in (2, 128 + signal.SIGINT, 128 + signal.SIGTERM) if code in codes), 1)
+    except SignalException as e:  # it was passed on to the ranks, and they have ended
+        return 128 + e.sigval
     return 0

@@ -85,7 +85,7 @@ def start(
     check_supply(recipe, tokens, track)
     options = dataclasses.replace(options, val_tokens=track.val_tokens)
     with joined(machine.device, options.patience, options.backend) as (team, watch):
-        check_ranks(recipe, team)
+        check_ranks(recipe, team.size)
         handshake(team, facts(recipe, tokens, options))
         path = team.everybodys(out or new_run_path(recipe, track, options.seed))[0]
         if team.rank:
@@ -149,7 +149,7 @@ def resume(
     curve = read_run(path).options.curve
     options = dataclasses.replace(options, val_tokens=track.val_tokens, curve=curve)
     with joined(machine.device, options.patience, options.backend) as (team, watch):
-        check_ranks(recipe, team)
+        check_ranks(recipe, team.size)
         notices: list[str] = []
         saved = checkpoint.newest_good(Muted(path).checkpoints, notice=notices.append)
         if saved is not None:
@@ -203,12 +203,12 @@ def check_fits(saved: checkpoint.Checkpoint, recipe: Recipe) -> None:
             )
 
 
-def check_ranks(recipe: Recipe, team: Team) -> None:
+def check_ranks(recipe: Recipe, ranks: int) -> None:
     """A rank that never gets a row would cost a core or a GPU and do nothing."""
     rows = min(rows for rows, _ in recipe.schedule.shapes())
-    if team.size > rows:
+    if ranks > rows:
         raise UserError(
-            f"There are {team.size} ranks, but a step has only {rows} row{'s' * (rows > 1)} to deal out; "
+            f"There are {ranks} ranks, but a step has only {rows} row{'s' * (rows > 1)} to deal out; "
             f"start at most {rows}, or raise the rows of the schedule."
         )
 
