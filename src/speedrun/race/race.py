@@ -31,6 +31,7 @@ from speedrun.race.sweep import value_of
 from speedrun.race.verdict import TEXT, VERDICT, Row, decided, judge, read_row, render
 from speedrun.recipes import DEFAULT, get_recipe
 from speedrun.tracks import Track, get_track, own_track
+from speedrun.train import scale
 from speedrun.train.config import Recipe, as_tuple, fields_of, with_fields
 from speedrun.train.device import check_processes
 from speedrun.train.run import check_ranks, check_supply, fit_to_tokens, hashes, obey
@@ -151,6 +152,7 @@ def of_sides(given: Race, sides: dict[str, tuple[str, Recipe]], track: Track, cr
     recipes = {name: fit_to_tokens(recipe, tokens, track) for name, (_, recipe) in sides.items()}
     for recipe in recipes.values():
         obey(recipe, track)
+        scale.check(recipe)
         check_ranks(recipe, given.nproc)
         check_supply(recipe, tokens, track)
     labels = {name: label for name, (label, _) in sides.items()}
