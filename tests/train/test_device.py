@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from speedrun import cli
+from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError
 from speedrun.train import device, distributed
 
@@ -127,6 +129,31 @@ def test_bfloat16_is_refused_on_a_gpu_that_has_no_units_for_it(monkeypatch: pyte
     assert device.choose("cuda", threads=1, attention="sdpa").dtype == torch.float32
     Gpus(monkeypatch, 1, capability=(8, 0))
     assert device.choose("cuda", "bfloat16", threads=1, attention="sdpa").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--nproc", "3"], "speedrun: 3 processes were asked for, but torch sees 2 GPUs here"),
+        (["--nproc", "3", "--device", "cuda:1"], "speedrun: 3 processes were asked for, but torch sees 2 GPUs here"),
+        (["--dtype", "bfloat16"], "speedrun: --dtype bfloat16 was asked for, but GPU number cuda:0 has no bf16"),
+        (["--device", "cuda:2"], "speedrun: There is no device 'cuda:2'; torch sees 2, counted from 0."),
+    ],
+)
+def test_on_the_command_line_they_cost_a_sentence(
+    flags: list[str],
+    says: str,
+    tokens: TokenFolder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Gpus(monkeypatch, 2, capability=(7, 5))
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", "--recipe", "adamw", "--data", str(tokens.path), *flags]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.startswith(says), err.count("\n")) == ("", True, 1), err
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

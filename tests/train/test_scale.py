@@ -14,7 +14,7 @@ from speedrun.train import scale
 from speedrun.train.config import Recipe, with_fields
 from speedrun.train.runlog import read_metrics
 from tests.distributed.ranks import together
-from tests.distributed.test_training import alone, train
+from tests.distributed.test_training import alone, speedrun, train
 from tests.train.tiny import tiny_trainer
 
 
@@ -119,3 +119,22 @@ def test_the_ranges_are_those_of_torch_s_8_bit_floats() -> None:
         assert rounded[1] == 2 * tiny
         assert rounded[2] == torch.finfo(dtype).max
         assert rounded[3] == beyond
+
+
+@pytest.mark.parametrize(
+    ("flags", "processes", "way"),
+    [("--dry-run", 1, "This run does not fit: A"), ("", 1, "A"), ("", 2, "A")],
+)
+def test_a_run_with_such_a_scale_ends_before_it_begins(
+    flags: str, processes: int, way: str, tokens: TokenFolder, tmp_path: Path
+) -> None:
+    words = f"--recipe interleaved --model.fp8-head True --model.fp8-scales 1 1 1e-9 {flags}".split()
+    done = speedrun(*words, "--data", str(tokens.path), processes=processes, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    told = [line for line in done.stderr.splitlines() if line.startswith("speedrun: ")]
+    assert told == [
+        f"speedrun: {way} gradient of a logit of 0.0013 overflows in 8-bit floats: its scale in model.fp8_scales is 1e-09; "
+        "choose other model.fp8_scales, or turn model.fp8_head off."
+    ]
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []

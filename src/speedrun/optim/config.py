@@ -92,7 +92,7 @@ class OptimConfig:
     beta2: float = 0.95
     """Decay of the squared gradient's moving average."""
     eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the root of the second moment, in the scale of reference_ranks."""
     eps_at: Literal["corrected", "uncorrected"] = "corrected"
     """Before or after the second moment's bias correction."""
     weight_decay: float = 0.1

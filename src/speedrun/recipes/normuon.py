@@ -2,7 +2,8 @@
 
 Record of November 2025: 2,245 + 40 steps of 262,144 tokens. The model has value embeddings, gates, smear, skips,
 backout, windows with YaRN and an 8-bit head; Adam steps every second time. Its text says that gradients are averaged
-over the accumulation steps, which its code did not do: here they are.
+over the accumulation steps, which its code did not do: here they are. Its loss is a sum over the tokens of a GPU, and
+gradients are averaged over eight of them (optim.reference_ranks, at short size).
 """
 
 import math
