@@ -133,8 +133,8 @@ def test_a_run_with_such_a_scale_ends_before_it_begins(
     assert done.returncode == 2, done.stderr
     told = [line for line in done.stderr.splitlines() if line.startswith("speedrun: ")]
     assert told == [
-        f"speedrun: {way} gradient of a logit of 0.0013 overflows in 8-bit floats: its scale in model.fp8_scales is 1e-09; "
-        "choose other model.fp8_scales, or turn model.fp8_head off."
+        f"speedrun: {way} gradient of a logit of 0.0013 overflows in 8-bit floats: its scale in model.fp8_scales is "
+        "1e-09; choose other model.fp8_scales, or turn model.fp8_head off."
     ]
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
