@@ -3,6 +3,7 @@
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -59,6 +60,27 @@ def test_what_a_process_says_and_how_it_ends() -> None:
         with pytest.raises(KeyboardInterrupt):
             children.run(SLEEP)
     assert [was_stopped(code) for code in (0, 1, 2, 130, 143, -2, -15, -9)] == [False] * 3 + [True] * 4 + [False]
+
+
+def test_a_process_that_takes_its_time_to_end_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ctrl-C, after which Popen itself waits for a quarter of a second alone."""
+    slow = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), sys.exit(143)))"
+    program = f"{slow}; open(sys.argv[1], 'w').close(); time.sleep(600)"
+    children = Children()
+
+    def interrupt() -> None:
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    ended: list[int] = []
+    terminate = subprocess.Popen.terminate
+    monkeypatch.setattr(subprocess.Popen, "terminate", lambda child: (ended.append(child.pid), terminate(child))[1])
+    with pytest.raises(KeyboardInterrupt):
+        children.run([sys.executable, "-c", program, str(tmp_path / "ready")])
+    with pytest.raises(ProcessLookupError):
+        os.kill(ended[0], 0)
 
 
 def test_sigterm_to_an_ablation_ends_both_of_its_runs(held_out: TokenFolder, tmp_path: Path) -> None:

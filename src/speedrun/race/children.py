@@ -72,6 +72,7 @@ class Children:
                 out, errors = child.communicate()
             except BaseException:
                 child.terminate()
+                child.communicate()  # to its end: after Ctrl-C `with child` would not wait
                 raise
             finally:
                 with self.lock:
