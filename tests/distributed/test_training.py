@@ -144,3 +144,33 @@ def differing(rank: int, size: int) -> str:
 def test_ranks_that_differ_are_found_before_the_first_step(tmp_path: Path) -> None:
     for said in together(tmp_path, 3, differing):
         assert said.startswith("Rank 2 differs from rank 0 in recipe: {'lr': 0.1} instead of {'lr': 0.2}.")
+
+
+def stopped_late(rank: int, size: int, tokens: str, folder: str) -> tuple[str, str | None, int]:
+    """A run whose rank 1 is asked to stop while step 3 trains the weights, when the ranks have spoken already."""
+    recipe = tiny("adamw")
+    report = Report(recipe.schedule.total, quiet=True)
+    data, place = TokenFolder.read(Path(tokens)), Muted(Path(folder))
+    options = Options(compile=False)
+    trainer = Trainer(recipe, data, choose("cpu", "float32", 1), options, place, report, Team.of(None))
+    trainer.warm_up = lambda: None  # type: ignore[method-assign]
+    step, steps = trainer.optimizer.step, []
+
+    def slow(*_: Any) -> None:
+        step()
+        steps.append(1)
+        if rank == 1 and len(steps) == 4:
+            trainer.asked_to_stop = 15
+
+    trainer.optimizer.step = slow  # type: ignore[method-assign, assignment]
+    result = trainer.run()
+    return result.status, result.reason, len(steps)
+
+
+def test_a_signal_in_the_middle_of_a_step_stops_all_ranks_after_the_same_one(
+    tokens: TokenFolder, tmp_path: Path
+) -> None:
+    """Acted upon by one rank at once, the others would go on and wait for it in the next step."""
+    found = together(tmp_path, 2, stopped_late, str(tokens.path), str(tmp_path / "run"))
+    assert found == [("interrupted", "signal 15", 5)] * 2
+    assert (tmp_path / "run" / "checkpoints" / "step-000005").is_dir()

@@ -94,7 +94,7 @@ def test_a_resumed_run_keeps_its_record(
 
     def logged(self: Trainer, stage: Stage, loss: float) -> None:
         log_step(self, stage, loss)
-        self.stop_signal = 2 if stage.step == 6 else None
+        self.asked_to_stop = 2 if stage.step == 6 else None
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "log_step", logged)

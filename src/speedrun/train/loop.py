@@ -119,7 +119,8 @@ class Trainer:
         self.start = 0
         self.loader_state: dict[str, Any] | None = None
         self.resumed = False
-        self.stop_signal: int | None = None
+        self.asked_to_stop: int | None = None  # the signal that this rank got
+        self.stop_signal: int | None = None  # the one on which all ranks have agreed
         self.tokens_seen = 0
 
     def shared(self, members: Sequence[SpeedrunOptimizer]) -> Interleaved:
@@ -198,13 +199,16 @@ class Trainer:
         return self.sharded.no_sync() if more_to_come and self.sharded else contextlib.nullcontext()
 
     def agreed(self, loss: float) -> float:
-        """The sum over the ranks, which also learn here that one of them was told to stop."""
+        """The sum over the ranks, which also learn here that one of them was asked to stop.
+
+        A signal that comes later in the step waits for the next one: acted upon by one rank, the others would hang.
+        """
         if self.sharded is None:
             return loss
-        number = self.stop_signal or 0
-        total, numbers, told = self.sharded.agree([loss, number, float(number > 0)])
-        if told and self.stop_signal is None:
-            self.stop_signal = int(numbers / told)
+        number = self.asked_to_stop or 0
+        total, numbers, asked = self.sharded.agree([loss, number, float(number > 0)])
+        if asked:
+            self.stop_signal = int(numbers / asked)
         return total
 
     @contextlib.contextmanager
@@ -538,6 +542,8 @@ class Trainer:
             done = s + 1
             if done in validations:
                 losses = self.validation(done)
+            if self.sharded is None:
+                self.stop_signal = self.asked_to_stop
             every = self.options.checkpoint_every
             if done < self.steps and (self.stop_signal is not None or (every and done % every == 0)):
                 self.save(done)
@@ -589,9 +595,9 @@ class Trainer:
         """The first Ctrl-C or SIGTERM ends the run after the current step, saved; the second one ends it at once."""
 
         def stop(number: int, frame: FrameType | None) -> None:
-            if self.stop_signal is not None:
+            if self.asked_to_stop is not None:
                 raise KeyboardInterrupt
-            self.stop_signal = number
+            self.asked_to_stop = number
             self.report.line("stopping after this step; once more to stop at once")
 
         if threading.current_thread() is not threading.main_thread():
