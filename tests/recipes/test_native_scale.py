@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from speedrun.data.loader import Batch
 from speedrun.data.shards import TokenFolder
@@ -247,30 +247,44 @@ POLAR_EXPRESS = (
 RANKS = 8
 
 
-def drawn(name: str, what: str) -> torch.Generator:
-    """The same numbers for the same parameter at any time, so that nothing large has to be kept."""
-    return torch.Generator().manual_seed(zlib.crc32(f"{name} {what}".encode()))
+def pieces(name: str, shape: torch.Size) -> list[slice]:
+    """Tables are made and compared some rows at a time, in memory that stays: fresh gigabytes take minutes."""
+    size = 2048 if part_of(name) in TABLES else shape[0]
+    return [slice(first, min(first + size, shape[0])) for first in range(0, shape[0], size)]
 
 
-def weights_of(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    return torch.randn(shape, generator=drawn(name, "weights")).mul_(0.05).to(dtype)
+def drawn(name: str, what: str, rows: slice) -> torch.Generator:
+    """The same numbers for the same rows of a parameter at any time, so that nothing large has to be kept."""
+    return torch.Generator().manual_seed(zlib.crc32(f"{name} {what} {rows.start}".encode()))
 
 
-def gradient_of(name: str, shape: torch.Size, step: int) -> Tensor:
+def weights_of(name: str, p: Tensor, rows: slice) -> Tensor:
+    count = rows.stop - rows.start
+    return torch.randn(count, *p.shape[1:], generator=drawn(name, "weights", rows)).mul_(0.05).to(p.dtype)
+
+
+def gradient_of(name: str, p: Tensor, step: int, rows: slice) -> Tensor:
     """Of the sum over all tokens: eight times what a record's optimizer sees.
 
     In a table most rows of a batch are untouched, and the others differ by orders of magnitude around 1e-4, as the
     value embeddings of the records do (1e-9 to 1e-8 for the mean loss). Matrices are far from being well conditioned.
     """
-    generator = drawn(name, f"gradient {step}")
-    g = torch.randn(shape, generator=generator)
+    generator, count = drawn(name, f"gradient {step}", rows), rows.stop - rows.start
+    g = torch.randn(count, *p.shape[1:], generator=generator)
     if part_of(name) in TABLES:
-        touched = torch.rand(shape[0], 1, generator=generator) < 0.4
-        size = torch.randn(shape[0], 1, generator=generator).mul_(2).exp_().mul_(1e-4)
-        return g * touched * size * RANKS
+        touched = torch.rand(count, 1, generator=generator) < 0.4
+        size = torch.randn(count, 1, generator=generator).mul_(2).exp_().mul_(1e-4)
+        return g.mul_(touched * size * RANKS)
     if part_of(name) == "blocks":
-        return g * torch.logspace(-3, 0, shape[1]) * RANKS
-    return g * 1e-2 * RANKS
+        return g.mul_(torch.logspace(-3, 0, p.shape[1]) * RANKS)
+    return g.mul_(1e-2 * RANKS)
+
+
+def whole_gradient(name: str, p: Tensor, step: int) -> Tensor:
+    found = torch.empty(p.shape)
+    for rows in pieces(name, p.shape):
+        found[rows] = gradient_of(name, p, step, rows)
+    return found
 
 
 class Claimed(torch.autograd.Function):
@@ -292,30 +306,31 @@ class Claimed(torch.autograd.Function):
         return None, None, *found
 
 
-def stepped(trainer: Trainer) -> None:
+def stepped(trainer: Trainer, matrices: bool) -> None:
     """Steps 0 and 1 of the schedule, with made-up gradients: Adam steps in the second, on the sum of both.
 
-    Only then do matrices get a gradient: their first step is as good a test, and takes half the time. Those of
-    `normuon` are not compared, and get none.
+    Only then do matrices get a gradient, if at all: their first step is as good a test, and takes half the time.
     """
     batch = claim(trainer, trainer.recipe.schedule.at(0).tokens)
     names = dict(trainer.model.named_parameters())
     with torch.no_grad():
         for name, p in names.items():
-            p.copy_(weights_of(name, p.shape, p.dtype))
+            for rows in pieces(name, p.shape):
+                p[rows] = weights_of(name, p, rows)
     recipe = trainer.recipe
     for step in (0, 1):
         makers: list[Callable[[], Tensor] | None] = []
         for name, p in names.items():
-            waits = in_muon(recipe.name, name) and (step == 0 or recipe.name == "normuon")
-            makers.append(None if waits or unused(trainer, name) else partial(gradient_of, name, p.shape, step))
+            waits = in_muon(recipe.name, name) and (step == 0 or not matrices)
+            makers.append(None if waits or unused(trainer, name) else partial(whole_gradient, name, p, step))
         loss = torch.tensor(10.0 * batch.targets.numel())
         trainer.micro_loss = lambda *_, m=makers, x=loss: Claimed.apply(m, x, *names.values())  # type: ignore
         assert trainer.step(recipe.schedule.at(step), batch) == pytest.approx(10.0)
 
 
 def in_muon(recipe: str, name: str) -> bool:
-    return part_of(name) == "blocks" or (recipe != "interleaved" and part_of(name) == "gates")
+    own = {"interleaved": ("blocks",), "medium": ("blocks", "gates"), "normuon": ("blocks", "gates", "smear_gate")}
+    return part_of(name) in own[recipe]
 
 
 def unused(trainer: Trainer, name: str) -> bool:
@@ -323,11 +338,11 @@ def unused(trainer: Trainer, name: str) -> bool:
     return name == "head" and trainer.recipe.model.tied
 
 
-def adam_update(name: str, p: nn.Parameter, numbers: AdamNumbers) -> Tensor:
+def adam_update(name: str, p: Tensor, numbers: AdamNumbers, rows: slice) -> Tensor:
     """The first step of the record's Adam, on the sum of two gradients: eps beside the uncorrected root, decay by the
     square of the rate where update and weight have the same sign."""
-    n, w = numbers, weights_of(name, p.shape, p.dtype).double()
-    g = sum((gradient_of(name, p.shape, step).double() / RANKS for step in (0, 1)), torch.zeros(()))
+    n, w = numbers, weights_of(name, p, rows).double()
+    g = (gradient_of(name, p, 0, rows).double() + gradient_of(name, p, 1, rows).double()) / RANKS
     m, q = (1 - n.beta1) * g, (1 - n.beta2) * g.square()
     update = n.lr * math.sqrt(1 - n.beta2) / (1 - n.beta1) * m / (q.sqrt() + n.eps)
     return update + (update * w > 0) * w * n.lr**2 * n.decay
@@ -347,10 +362,10 @@ def polar_express(g: Tensor) -> Tensor:
     return done.t() if tall else done
 
 
-def normuon_update(recipe: str, name: str, p: nn.Parameter, momentum: float) -> Tensor:
+def normuon_update(recipe: str, name: str, p: Tensor, momentum: float, rows: slice) -> Tensor:
     """The first step of the record's NorMuon: a statistic per output of attention, per hidden unit of an MLP."""
     kind = name.removesuffix(".weight").rpartition(".")[2]
-    g = gradient_of(name, p.shape, 1).to(p.dtype).double() / RANKS  # what a bf16 weight's gradient keeps of it
+    g = gradient_of(name, p, 1, rows).to(p.dtype).double() / RANKS  # what a bf16 weight's gradient keeps of it
     g = (1 - momentum) * g + momentum * (1 - momentum) * g  # gradient mixed with the new average of gradients
     found = []
     for block in g.chunk(3) if kind == "qkv" else [g]:
@@ -358,35 +373,56 @@ def normuon_update(recipe: str, name: str, p: nn.Parameter, momentum: float) -> 
         v = o.square().mean(0 if kind == "down" else 1, keepdim=True)
         r = 1 / (0.05 * v).clamp(min=1e-10).sqrt()
         found.append(o * r * (o.norm() / (o * r).norm().clamp(min=1e-10)))
-    o, w = torch.cat(found), weights_of(name, p.shape, p.dtype).double()
+    o, w = torch.cat(found), weights_of(name, p, rows).double()
     lr = MUON_LR[recipe]
     effective = lr * MUON_MULTIPLIER[kind]
     return effective * o + (o * w >= 0) * w * (lr * MUON_DECAY) * effective
 
 
-def check_updates(trainer: Trainer, limits: Callable[[str], float]) -> None:
-    recipe = trainer.recipe
-    momentum = recipe.schedule.at(1).momentum
+def check_updates(trainer: Trainer, matrices: bool) -> None:
+    recipe, momentum = trainer.recipe, trainer.recipe.schedule.at(1).momentum
     assert momentum == pytest.approx(0.85 + 0.1 / 300)
     for name, p in trainer.model.named_parameters():
-        before = weights_of(name, p.shape, p.dtype).double()
-        if unused(trainer, name):
-            assert torch.equal(p.detach().double(), before)
+        muon = in_muon(recipe.name, name)
+        if muon and not matrices:
             continue
-        if in_muon(recipe.name, name):
-            if recipe.name == "normuon":
+        after = master(trainer.optimizer, p) if p.dtype == torch.bfloat16 else p.detach()
+        off = size = 0.0
+        for rows in pieces(name, p.shape):
+            found = weights_of(name, p, rows).double() - after[rows].double()
+            if unused(trainer, name):
+                assert not found.any()
                 continue
-            expected = normuon_update(recipe.name, name, p, momentum)
-            found = before - master(trainer.optimizer, p).double()
-        else:
-            expected = adam_update(name, p, ADAM[recipe.name][part_of(name)])
-            found = before - p.detach().double()
-        assert error(found, expected) < limits(name), name
+            if muon:
+                expected = normuon_update(recipe.name, name, p, momentum, rows)
+            else:
+                expected = adam_update(name, p, ADAM[recipe.name][part_of(name)], rows)
+            off += float((found - expected).square().sum())
+            size += float(expected.square().sum())
+        limit = 1e-3 if part_of(name) in TABLES else 2e-3
+        assert math.sqrt(off) <= limit * math.sqrt(size), (name, math.sqrt(off / size))
 
 
-@pytest.mark.parametrize("name", ["interleaved", "normuon", pytest.param("medium", marks=pytest.mark.slow)])
-def test_every_update_of_a_step_is_the_records_at_native_size(name: str, tokens: TokenFolder, tmp_path: Path) -> None:
-    """Tables within 1e-3, all else within 2e-3. In the scale of the mean eps alone would move tables by much more."""
+@pytest.mark.parametrize(
+    ("name", "matrices"),
+    [
+        ("interleaved", True),
+        ("medium", False),
+        ("normuon", False),
+        pytest.param("medium", True, marks=pytest.mark.slow),  # a minute and a half
+    ],
+)
+def test_every_update_of_a_step_is_the_records_at_native_size(
+    name: str, matrices: bool, tokens: TokenFolder, tmp_path: Path
+) -> None:
+    """Tables within 1e-3, all else within 2e-3. In the scale of the mean eps alone moves tables by more (see below)."""
     trainer = native_trainer(name, tokens, tmp_path / "run")
-    stepped(trainer)
-    check_updates(trainer, lambda name: 1e-3 if part_of(name) in TABLES else 2e-3)
+    stepped(trainer, matrices)
+    check_updates(trainer, matrices)
+
+
+def test_in_the_scale_of_the_mean_eps_is_too_large(tokens: TokenFolder, tmp_path: Path) -> None:
+    trainer = native_trainer("normuon", tokens, tmp_path / "run", optim__reference_ranks=None)
+    stepped(trainer, False)
+    with pytest.raises(AssertionError, match="embed"):
+        check_updates(trainer, False)

@@ -45,6 +45,8 @@ class MuonPart:
     """Multiplier for the MLP's second matrix."""
     gates: bool = False
     """Train the gates of attention, value embeddings and smear here, too, instead of with Adam."""
+    smear_gate: bool = True
+    """Of these gates, also smear's."""
     gates_lr: float = 1.0
     """Multiplier for those gates."""
     momentum: float = 0.95
@@ -197,7 +199,9 @@ def build_optimizer(
     if config.matrices != "adam" and parts["blocks"]:
         inside = parts.pop("blocks")
         if config.muon.gates:
-            inside += parts.pop("gates") + parts.pop("smear_gate")
+            inside += parts.pop("gates")
+        if config.muon.gates and config.muon.smear_gate:
+            inside += parts.pop("smear_gate")
         members.append(_build_muon(inside, config))
     groups = []
     for part, inside in parts.items():

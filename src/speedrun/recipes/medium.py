@@ -50,7 +50,7 @@ def medium() -> Recipe:
             skips=((6, 9), (4, 10), (2, 11)), backout=11,
         ),
         loader=LoaderConfig(packing="documents", order="sequential", max_document=4096, tail="discard"),
-        optim=replace(OPTIM, reference_ranks=8),
+        optim=replace(OPTIM, reference_ranks=8, muon=replace(OPTIM.muon, smear_gate=False)),
         schedule=ScheduleConfig(
             steps=4700, extension=40, length=16384, warmup=0.0, cooldown=0.7, floor=0.1,
             batch_ramp=(8, 16, 24, *[32] * 9), lr_ramp=(1.0, 1.52, 1.73, *[2.0] * 9),
