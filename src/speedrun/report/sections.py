@@ -43,6 +43,7 @@ RECORD = (draw.COLORS[6], "5 3")
 def losses(shown: Sequence[Shown], names: Sequence[Name], words: str, record: Curve | None = None) -> Section:
     """`record` is drawn beside the runs, over all but seconds, and has a table against the first of them."""
     low, high = loss_range([*(s.curve for s in shown), *([record] if record else [])])
+    high = max([high, *(p[3] for p in record.val if p[0] > 0)] if record else [high])  # a run may be far below it
     target = shown[0].curve.target
     levels = [] if target is None else [(target, f"target {target:g}")]
     ends = [f"{s.curve.name} {s.curve.val[-1][3]:.4f}" for s in shown if s.curve.val]
