@@ -86,7 +86,8 @@ MORE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {
             "optim.reference_ranks": 8, "optim.eps": 1e-3, "optim.clip": 0.5, "model.fp8_head": True,
             "validation.cut_documents": False, "validation.length": 384, "validation.rows": 2,
-            "optim.muon.gates": True, "optim.muon.smear_gate": False,
+            "optim.muon.gates": True, "optim.muon.smear_gate": False, "optim.muon.mlp_decay": 2.0,
+            "schedule.yarn_until": 64,
         },
         {},
     ),

@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from speedrun.data.shards import TokenFolder
 from speedrun.files import from_json
-from speedrun.model.gpt import count_parameters
+from speedrun.model.gpt import GPT, count_parameters
+from speedrun.optim.config import build_optimizer
 from speedrun.race.ablate import switches_of
 from speedrun.recipes import LINEAGE, get_recipe
 from speedrun.train.config import Options, Recipe, to_dict, with_fields
@@ -123,6 +125,40 @@ def test_native_steps_and_tokens(name: str, track: str, steps: int, tokens: floa
     schedule = get_recipe(name, track).schedule
     assert schedule.total == steps
     assert schedule.tokens == pytest.approx(tokens, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "track", "steps"),
+    [
+        ("interleaved", "short", {599: (3,), 600: (3, 7), 1200: (3, 7, 11), 1800: (3, 7, 11, 13)}),
+        ("normuon", "short", {748: (3,), 749: (3, 7), 1497: (3, 7, 11), 2245: (3, 7, 11, 13)}),
+        (
+            "medium",
+            "medium",
+            {391: (3,), 392: (3, 7), 1175: (3, 7, 11, 13), 1567: (3, 7, 11, 13), 4739: (3, 7, 11, 13)},
+        ),
+    ],
+)
+def test_native_positions_follow_the_windows_that_the_records_stretched_them_for(
+    name: str, track: str, steps: dict[int, tuple[int, ...]]
+) -> None:
+    """`medium` went on to windows of 23 and at last 27 blocks with the positions of 13."""
+    schedule = get_recipe(name, track).schedule
+    for step, blocks in steps.items():
+        assert schedule.at(step).windows_so_far == tuple(128 * b for b in blocks)
+    assert schedule.after(schedule.total).windows_so_far == (384, 896, 1408, 1664)
+
+
+def test_native_decay_of_the_medium_track_s_earlier_record_is_twice_as_strong_in_the_mlp() -> None:
+    recipe = get_recipe("medium-before", "medium")
+    with torch.device("meta"):
+        model = GPT(recipe.model, 1)
+        model.store_matrices(torch.bfloat16)
+        optimizer = build_optimizer(model.named_parameters(), recipe.optim)
+    (group,) = (g for g in optimizer.param_groups if g["part"] == "blocks")
+    found = {(name.split(".")[2], 0.01 * mul) for name, mul in zip(group["param_names"], group["wd_mul"], strict=True)}
+    assert group["weight_decay"] == 0.01
+    assert found == {("attention", 0.01), ("mlp", 0.02)}
 
 
 @pytest.mark.parametrize("name", ["interleaved", "medium", "normuon", "medium-before"])

@@ -67,6 +67,8 @@ class MuonPart:
     """Decay of NorMuon's second moment."""
     weight_decay: float = 0.0
     """Decay of the matrices."""
+    mlp_decay: float = 1.0
+    """Multiplier of weight_decay for the matrices of the MLP."""
     decay: Literal["decoupled", "cautious"] = "decoupled"
     """Shrink every weight, or only where the update shrinks it too."""
     decay_by: Literal["lr", "lr-squared"] = "lr"
@@ -255,6 +257,7 @@ def _build_muon(inside: list[tuple[str, nn.Parameter]], config: OptimConfig) -> 
 
     group = {
         "params": inside, "lr": m.lr, "initial_lr": m.lr, "part": "blocks", "lr_mul": [rate(n) for n, _ in inside],
+        "wd_mul": [m.mlp_decay if n.endswith(("up.weight", "down.weight")) else 1.0 for n, _ in inside],
         "blocks": [3 if m.split_qkv and n.endswith("qkv.weight") else 1 for n, _ in inside],
     }  # fmt: skip
     return (NorMuon if config.matrices == "normuon" else Muon)([group], lr=m.lr, **options)

@@ -55,8 +55,8 @@ def medium() -> Recipe:
             steps=4700, extension=40, length=16384, warmup=0.0, cooldown=0.7, floor=0.1,
             batch_ramp=(8, 16, 24, *[32] * 9), lr_ramp=(1.0, 1.52, 1.73, *[2.0] * 9),
             window_ramp=tuple(BLOCK * b for b in (3, 7, 11, 13, 15, 17, 19, 21, 23, 23, 23, 23)),
-            window_short=11 * BLOCK, window_final=27 * BLOCK, momentum_warmup=300, momentum_cooldown=50, predict=3,
-            predict_until=0.25, split=1 / 6,
+            window_short=11 * BLOCK, window_final=27 * BLOCK, yarn_until=13 * BLOCK, momentum_warmup=300,
+            momentum_cooldown=50, predict=3, predict_until=0.25, split=1 / 6,
         ),
         validation=ValidationConfig(every=250, rows=1, length=262144, cut_documents=False),
     )  # fmt: skip

@@ -60,12 +60,12 @@ def medium() -> Recipe:
             skips=((6, 9), (4, 10), (2, 11)), backout=11,
         ),
         loader=LoaderConfig(packing="documents", order="sequential", max_document=65536),
-        optim=OPTIM,
+        optim=replace(OPTIM, muon=replace(OPTIM.muon, mlp_decay=2.0)),
         schedule=ScheduleConfig(
             steps=5535, rows=8, length=65536, warmup=0.0, cooldown=0.7, floor=0.01, window_cubic=27 * BLOCK,
             momentum_warmup=300,
         ),
-        validation=ValidationConfig(every=125, rows=1, length=65536),
+        validation=ValidationConfig(every=125, rows=1, length=262144, cut_documents=False),
         compiler=CompilerConfig(coordinate_descent=True),
     )  # fmt: skip
 

@@ -34,7 +34,7 @@ class Stage:
     windows: Windows | None = None
     """How far back attention looks; None: over the whole row."""
     windows_so_far: tuple[int, ...] = ()
-    """Every long window up to now, in order: what rotary positions follow from."""
+    """The long windows up to now that rotary positions follow, in order."""
     predict: tuple[float, ...] = (1.0,)
     """Weights of the losses of the next, second next... token."""
     tied: bool = True
@@ -84,6 +84,8 @@ class ScheduleConfig:
     """Long window of the extension; 0: the last of the ramp."""
     window_final: Count = 0
     """Long window of the last validation; 0: that of the last step. Rotary positions do not follow it."""
+    yarn_until: Count = 0
+    """The longest long window that rotary positions follow (model.yarn); 0: all of them."""
     momentum_low: Share = 0.85
     """Momentum at the start of its warm-up and towards the end of its cool-down."""
     momentum_high: Share = 0.95
@@ -238,15 +240,17 @@ class ScheduleConfig:
         return Windows(min(short, self.window_short or short), long)
 
     def _so_far(self, step: int) -> tuple[int, ...]:
+        """Every long window that rotary positions follow, up to this step."""
         if not self.has_windows:
             return ()
         if self.window_cubic:
-            return tuple(window for first, window in _cubic_changes(self) if first <= step)
-        slots = len(self.window_ramp)
-        found = list(self.window_ramp[: self._slot(min(step, self.steps - 1), slots) + 1])
-        if step >= self.steps and self.window_extension:
-            found.append(self.window_extension)
-        return tuple(w for i, w in enumerate(found) if i == 0 or w != found[i - 1])
+            found = [window for first, window in _cubic_changes(self) if first <= step]
+        else:
+            found = list(self.window_ramp[: self._slot(min(step, self.steps - 1), len(self.window_ramp)) + 1])
+            if step >= self.steps and self.window_extension:
+                found.append(self.window_extension)
+        changes = (w for i, w in enumerate(found) if i == 0 or w != found[i - 1])
+        return tuple(w for w in changes if not self.yarn_until or w <= self.yarn_until)
 
     def _momentum(self, step: int) -> float | None:
         """Low while gradients change quickly, and again at the very end, when there is little left to average."""
