@@ -149,6 +149,17 @@ def test_native_positions_follow_the_windows_that_the_records_stretched_them_for
     assert schedule.after(schedule.total).windows_so_far == (384, 896, 1408, 1664)
 
 
+@pytest.mark.parametrize(("name", "track"), [(name, track) for name, sizes in LINEAGE.items() for track in sizes])
+def test_scale_and_validation_are_those_of_the_record(name: str, track: str) -> None:
+    """The records of 2025 and 2026 summed the loss, and validated documents whole; pocket recipes do neither."""
+    recipe = get_recipe(name, track)
+    summed = track != "pocket" and name in ("normuon", "interleaved", "medium")
+    assert recipe.optim.reference_ranks == (8 if summed else None)
+    whole = track != "pocket" and recipe.loader.packing == "documents"
+    assert recipe.validation.cut_documents == (not whole)
+    assert (recipe.validation.length == 262_144) == whole
+
+
 def test_native_decay_of_the_medium_track_s_earlier_record_is_twice_as_strong_in_the_mlp() -> None:
     recipe = get_recipe("medium-before", "medium")
     with torch.device("meta"):

@@ -136,6 +136,9 @@ def test_bfloat16_is_refused_on_a_gpu_that_has_no_units_for_it(monkeypatch: pyte
     [
         (["--nproc", "3"], "speedrun: 3 processes were asked for, but torch sees 2 GPUs here"),
         (["--nproc", "3", "--device", "cuda:1"], "speedrun: 3 processes were asked for, but torch sees 2 GPUs here"),
+        (["--nproc", "3", "--dry-run"], "speedrun: 3 processes were asked for, but torch sees 2 GPUs here"),
+        (["--nproc", "9", "--dry-run", "--device", "cpu"], "speedrun: There are 9 ranks, but a step has only 8 rows"),
+        (["--nproc", "9", "--device", "cpu"], "speedrun: There are 9 ranks, but a step has only 8 rows"),
         (["--dtype", "bfloat16"], "speedrun: --dtype bfloat16 was asked for, but GPU number cuda:0 has no bf16"),
         (["--device", "cuda:2"], "speedrun: There is no device 'cuda:2'; torch sees 2, counted from 0."),
     ],
@@ -150,10 +153,12 @@ def test_on_the_command_line_they_cost_a_sentence(
 ) -> None:
     Gpus(monkeypatch, 2, capability=(7, 5))
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["train", "--recipe", "adamw", "--data", str(tokens.path), *flags]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.startswith(says), err.count("\n")) == ("", True, 1), err
-    assert list(tmp_path.iterdir()) == []
+    commands = [["train"]] if {"--dry-run", "--nproc"} & {*flags} else [["train"], ["race", "--target", "3"]]
+    for command in commands:
+        assert cli.main([*command, "--recipe", "adamw", "--data", str(tokens.path), *flags]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.startswith(says), err.count("\n")) == ("", True, 1), err
+        assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

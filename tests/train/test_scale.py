@@ -18,18 +18,19 @@ from tests.distributed.test_training import alone, speedrun, train
 from tests.train.tiny import tiny_trainer
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.1])
+@pytest.mark.parametrize("clip", [0.0, 0.02])
 @pytest.mark.parametrize("micro_rows", [None, 1])
-def test_without_eps_the_sum_trains_bit_for_bit_as_the_mean(
+def test_with_eps_in_its_scale_the_sum_trains_as_the_mean(
     clip: float, micro_rows: int | None, tokens: TokenFolder, tmp_path: Path
 ) -> None:
-    """128 tokens and 8 ranks are powers of two: every gradient is exactly 16 times as large, and Adam divides it out.
+    """128 tokens and 8 ranks are powers of two: every gradient is exactly 16 times as large, and so is eps.
 
-    So logs have the same losses, and gradients are clipped at the same norm of the mean's gradient.
+    eps is large, so that updates depend on the size of the gradient. So logs have the same losses, bit for bit, and
+    gradients are clipped at the same norm of the mean's gradient.
     """
     losses = []
-    for name, ranks in (("mean", None), ("sum", 8)):
-        changes = {"optim.eps": 1e-30, "optim.clip": clip, "optim.reference_ranks": ranks}
+    for name, ranks, eps in (("mean", None, 0.01), ("sum", 8, 0.16)):
+        changes = {"optim.eps": eps, "optim.clip": clip, "optim.reference_ranks": ranks, "optim.lr": 1.0}
         trainer = tiny_trainer(tokens, tmp_path / name, changes, micro_rows=micro_rows)
         assert trainer.run().status == "ok"
         losses.append([m["loss"] for m in read_metrics(tmp_path / name) if m["kind"] in ("train", "val")])
@@ -45,28 +46,33 @@ def test_the_backward_pass_starts_from_the_sum_and_the_optimizer_gets_the_eighth
     stage = trainer.recipe.schedule.at(0)
     with trainer.batches() as batches:
         batch = batches.next()
+    head = trainer.model.head
+    assert head is not None
     trainer.micro_loss(batch, stage).backward()
-    assert trainer.model.embed.grad is not None
-    expected = trainer.model.embed.grad.clone()
+    assert head.grad is not None
+    expected = head.grad.clone()
+    assert expected.norm() > 1
     trainer.optimizer.zero_grad()
     trainer.gradients(batch, stage)
-    assert torch.equal(trainer.model.embed.grad, expected), "the sum, whatever the number of tokens"
+    assert torch.equal(head.grad, expected), "the sum, whatever the number of tokens"
     trainer.optimizer.zero_grad()
 
     def look() -> None:
-        assert trainer.model.embed.grad is not None
-        seen["gradient"] = trainer.model.embed.grad.clone()
+        assert head.grad is not None
+        seen["gradient"] = head.grad.clone()
 
     monkeypatch.setattr(trainer.optimizer, "step", look)
     trainer.step(stage, batch)
     assert torch.equal(seen["gradient"], expected / 8)
 
 
-@pytest.mark.parametrize("size", [2, 3, 8])
-def test_the_number_of_processes_does_not_change_the_scale(size: int, tokens: TokenFolder, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "clip"), [(2, 0.0), (3, 0.0), (3, 0.3), (8, 0.3)])
+def test_the_number_of_processes_does_not_change_the_scale(
+    size: int, clip: float, tokens: TokenFolder, tmp_path: Path
+) -> None:
     """A large eps makes a wrong scale visible: with it updates are proportional to the gradient."""
     changes: dict[str, Any] = {"optim.weights": "float32", "optim.reference_ranks": 8, "optim.eps": 1.0}
-    changes["optim.clip"] = 0.3
+    changes["optim.clip"] = clip
     expected, _, validation = alone("interleaved", tokens, changes)
     assert expected != pytest.approx(alone("interleaved", tokens, changes | {"optim.reference_ranks": 4})[0], rel=1e-4)
     for losses, _, loss in together(tmp_path, size, train, "interleaved", str(tokens.path), changes):
@@ -107,6 +113,12 @@ def test_scales_that_cannot_work_are_refused(changes: dict[str, Any], sentence: 
         scale.check(native(**changes))
     assert str(caught.value).startswith(sentence)
     scale.check(native(**changes, model__fp8_head=False))
+
+
+@pytest.mark.parametrize(("ranks", "says"), [(0, "at least 1"), (-8, "not negative"), (2**16 + 1, "at most 65536")])
+def test_a_number_of_ranks_that_makes_no_scale_is_refused(ranks: int, says: str) -> None:
+    with pytest.raises(UserError, match=f"optim.reference_ranks is {ranks}; it must be .*{says}"):
+        native(optim__reference_ranks=ranks)
 
 
 def test_the_ranges_are_those_of_torch_s_8_bit_floats() -> None:

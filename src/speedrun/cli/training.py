@@ -163,8 +163,10 @@ def train(args: Sequence[str]) -> int:
     curve = None if folder else get_curve(given.curve, recipe.name, track.name)  # a run that goes on has its own
     if given.max_restarts and given.nproc == 1 and ranks() == 1:
         raise UserError(f"--max-restarts {given.max_restarts} goes with --nproc; one process is resumed with --resume.")
-    if given.nproc != 1 and ranks() == 1 and not given.dry_run:
+    if ranks() == 1:
         check_processes(given.nproc, given.machine.device)
+        run_room.check_ranks(recipe, given.nproc)
+    if given.nproc != 1 and ranks() == 1 and not given.dry_run:
         if given.max_restarts and not (given.out or given.resume):  # the next attempt must find the run
             args = [*args, "--out", str(run_room.new_run_path(recipe, track, given.seed))]
         return launch(given.nproc, args, given.max_restarts)

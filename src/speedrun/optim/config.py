@@ -148,6 +148,7 @@ class OptimConfig:
 
 
 PARTS = ("blocks", "embed", "head", "embed2", "values", "gates", "smear_gate", "skip_gates", "x0", "scalars")
+MOST_RANKS = 2**16
 _BETAS = ("beta1", "beta2", "momentum", "update_ema")
 
 
@@ -170,6 +171,8 @@ def _check(config: Any, prefix: str) -> None:
             raise ValueError(f"{name} is {value}; it must be finite and not negative.")
         elif f.name in ("every", "steps", "reference_ranks") and value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1.")
+        elif f.name == "reference_ranks" and value > MOST_RANKS:
+            raise ValueError(f"{name} is {value}; it must be at most {MOST_RANKS}, or gradients vanish beside eps.")
 
 
 def part_of(name: str) -> str:

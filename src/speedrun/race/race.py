@@ -33,7 +33,7 @@ from speedrun.recipes import DEFAULT, get_recipe
 from speedrun.tracks import Track, get_track, own_track
 from speedrun.train import scale
 from speedrun.train.config import Recipe, as_tuple, fields_of, with_fields
-from speedrun.train.device import check_processes
+from speedrun.train.device import check_settings
 from speedrun.train.run import check_ranks, check_supply, fit_to_tokens, hashes, obey
 from speedrun.train.runlog import METRICS, RESULT, SOURCE, read_metrics, read_result, source_sha256
 
@@ -146,7 +146,7 @@ def draw_up(given: Race, created: str | None = None) -> Plan:
 
 
 def of_sides(given: Race, sides: dict[str, tuple[str, Recipe]], track: Track, created: str, both: str) -> Plan:
-    check_processes(given.nproc, given.device)
+    check_settings(given.device, given.dtype, given.nproc)
     tokens = track.locate()
     assert track.target is not None
     recipes = {name: fit_to_tokens(recipe, tokens, track) for name, (_, recipe) in sides.items()}

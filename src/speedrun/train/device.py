@@ -108,6 +108,7 @@ def choose(
     chosen, why = _choose_device(device)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
+        why = torch.cuda.get_device_name(chosen) + why
     arithmetic, why_dtype = _choose_dtype(chosen, dtype)
     if threads is not None and threads < 1:
         raise UserError(f"threads is {threads}; it must be at least 1.")
@@ -120,7 +121,7 @@ def choose(
 
 
 def _choose_device(asked: str) -> tuple[torch.device, str]:
-    """Each process of a machine takes the GPU of its LOCAL_RANK: one that is named by number is for one process."""
+    """(device, why). Each process of a machine takes the GPU of its LOCAL_RANK, also if one is named by its number."""
     available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     kind, colon, number = asked.partition(":")
     if asked == "auto":
@@ -139,10 +140,15 @@ def _choose_device(asked: str) -> tuple[torch.device, str]:
         raise UserError(f"There is no device {asked!r}; torch sees {there}, counted from 0.")
     check_processes(here, asked)
     index = int(os.environ.get("LOCAL_RANK", 0)) if here > 1 or not number else int(number)
-    why = torch.cuda.get_device_name(index)
-    if number and index != int(number):
-        why += f"; {asked!r} would put all {here} processes on one GPU, so each takes that of its LOCAL_RANK"
-    return torch.device("cuda", index), why
+    moved = number and index != int(number)
+    why = f"; {asked!r} would put all {here} processes on one GPU, so each takes that of its LOCAL_RANK"
+    return torch.device("cuda", index), why if moved else ""
+
+
+def check_settings(device: str, dtype: str, processes: int) -> None:
+    """Refuse what `choose` would refuse in every process, without taking hold of a GPU."""
+    check_processes(processes, device)
+    _choose_dtype(_choose_device(device)[0], dtype)
 
 
 def check_processes(count: int, device: str) -> None:
