@@ -184,3 +184,44 @@ def test_the_process_group_is_bound_to_the_gpu_of_its_rank(
     with pytest.raises(Enough), distributed.joined(torch.device(place), backend=backend):
         pass
     assert asked["device_id"] == (torch.device(place) if bound else None)
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'; it must be a whole number, at least 1"),
+        ({"RANK": "0"}, "WORLD_SIZE is ''"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is '2'; it must be a whole number from 0 to 1"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is '0'"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "7"}, "LOCAL_RANK is '7'"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_PORT is ''; it must be a whole number from 1 to 65535"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "99999"}, "MASTER_PORT is '99999'"),
+    ],
+)
+def test_nonsense_in_the_environment_is_named(
+    variables: dict[str, str],
+    says: str,
+    tokens: TokenFolder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Gpus(monkeypatch, 2)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    place = "cpu" if "MASTER_PORT" in says else "cuda"
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", "--recipe", "adamw", "--data", str(tokens.path), "--device", place]) == 2
+    _, err = capsys.readouterr()
+    assert err.startswith(f"speedrun: The environment variable {says}"), err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_local_rank_without_a_rank_is_somebody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = Gpus(monkeypatch, 1)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    assert device.choose("cuda", threads=1, attention="sdpa").device == torch.device("cuda", 0)
+    assert gpus.current == 0

@@ -9,6 +9,8 @@ import torch
 
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError
+from speedrun.race.race import side
+from speedrun.race.sweep import Range
 from speedrun.recipes import LINEAGE, get_recipe
 from speedrun.train import scale
 from speedrun.train.config import Recipe, with_fields
@@ -115,9 +117,19 @@ def test_scales_that_cannot_work_are_refused(changes: dict[str, Any], sentence: 
     scale.check(native(**changes, model__fp8_head=False))
 
 
-@pytest.mark.parametrize(("ranks", "says"), [(0, "at least 1"), (-8, "not negative"), (2**16 + 1, "at most 65536")])
-def test_a_number_of_ranks_that_makes_no_scale_is_refused(ranks: int, says: str) -> None:
-    with pytest.raises(UserError, match=f"optim.reference_ranks is {ranks}; it must be .*{says}"):
+@pytest.mark.parametrize(
+    ("ranks", "says"),
+    [
+        (0, "at least 1"),
+        (-8, "not negative"),
+        (2**16 + 1, "at most 65536"),
+        (8.0, "a whole number or None"),
+        (True, "a whole number or None"),
+        ("8", "a whole number or None"),
+    ],
+)
+def test_a_number_of_ranks_that_makes_no_scale_is_refused(ranks: Any, says: str) -> None:
+    with pytest.raises(UserError, match=f"optim.reference_ranks is {ranks!r}; it must be .*{says}"):
         native(optim__reference_ranks=ranks)
 
 
@@ -150,3 +162,23 @@ def test_a_run_with_such_a_scale_ends_before_it_begins(
     ]
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_mean_and_the_sum_can_be_raced_and_searched() -> None:
+    """None is written as such, also where the recipe has a number now."""
+    for name, track, value, expected in (
+        ("interleaved", "short", "None", None),
+        ("adamw", "pocket", "8", 8),
+        ("adamw", "pocket", "None", None),
+    ):
+        _, recipe = side(name, track, [f"optim.reference_ranks={value}"])
+        assert recipe.optim.reference_ranks == expected
+        assert Range.parse(f"optim.reference_ranks={value}", get_recipe(name, track)).choices == [expected]
+    for change, says in (
+        ("optim.reference_ranks=1.5", "optim.reference_ranks is 1.5; it must be a whole number or None"),
+        ("optim.reference_ranks=many", "its type is whole numbers, as in None"),
+        ("optim.lr=None", "optim.lr is None; it must be a number"),
+        ("model.layers=None", "model.layers is None"),
+    ):
+        with pytest.raises(UserError, match=says):
+            side("adamw", "pocket", [change])

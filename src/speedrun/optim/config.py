@@ -156,12 +156,16 @@ def _check(config: Any, prefix: str) -> None:
     """Every number in range, every word known; ValueError with the dotted name otherwise."""
     hints = get_type_hints(type(config))
     for f in fields(config):
-        value, name = getattr(config, f.name), prefix + f.name
+        value, name, hint = getattr(config, f.name), prefix + f.name, hints[f.name]
+        kinds = get_args(hint) or (hint,)  # words, or types
         if hasattr(value, "__dataclass_fields__"):
             _check(value, name + ".")
-        elif isinstance(value, str):
-            if value not in get_args(hints[f.name]):
-                raise ValueError(f"{name} is {value!r}; it must be one of: {', '.join(get_args(hints[f.name]))}.")
+        elif isinstance(kinds[0], str):
+            if value not in kinds:
+                raise ValueError(f"{name} is {value!r}; it must be one of: {', '.join(kinds)}.")
+        elif type(value) not in kinds and not (type(value) is int and float in kinds):
+            wanted = {bool: "True or False", int: "a whole number", float: "a number", type(None): "None"}
+            raise ValueError(f"{name} is {value!r}; it must be {' or '.join(wanted[k] for k in kinds)}.")
         elif isinstance(value, bool) or value is None:
             continue
         elif f.name in _BETAS:

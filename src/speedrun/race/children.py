@@ -38,7 +38,7 @@ def was_stopped(code: int) -> bool:
 
 def last_words(said: str) -> str:
     """Of what a run wrote to stderr: the last sentence of its own, after which a launcher may go on with its log."""
-    lines = said.strip().splitlines()
+    lines = [line.strip("│ ") for line in said.splitlines() if any(map(str.isalnum, line))]  # of a box, what is inside
     own = [line.removeprefix("speedrun: ") for line in lines if line.startswith("speedrun: ")]
     return (own or lines or [""])[-1]
 

@@ -282,8 +282,8 @@ class Course:
             return
         if was_stopped(child.returncode):
             raise KeyboardInterrupt  # somebody stopped the run, and so the race
-        last = last_words(said) or f"exit code {child.returncode}"
-        raise UserError(f"Run {entry.name} ended without a result: {last} Mend that; the same command goes on.")
+        last = (last_words(said) or f"exit code {child.returncode}").rstrip(".")
+        raise UserError(f"Run {entry.name} ended without a result: {last}. Mend that; the same command goes on.")
 
     def wait(
         self, child: subprocess.Popen[bytes], entry: Entry, path: Path, tick: Callable[[Entry, int], None]

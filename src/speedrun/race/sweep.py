@@ -139,13 +139,16 @@ class Range:
 
 
 def value_of(text: str, old: Any, name: str) -> Any:
-    """`text` as the type the field has now."""
+    """`text` as the type the field has now, or None; the recipe itself refuses what the field cannot be."""
     try:
         if isinstance(old, bool):
             return {"true": True, "false": False}[text.lower()]
+        if text == "None" and not isinstance(old, str):
+            return None
         return type(old)(text) if isinstance(old, (int, float, str)) else json.loads(text)
     except (KeyError, ValueError):
-        raise UserError(f"{name}={text} does not fit: its type is {type(old).__name__}, as in {old!r}.") from None
+        kind = "whole numbers" if old is None else type(old).__name__
+        raise UserError(f"{name}={text} does not fit: its type is {kind}, as in {old!r}.") from None
 
 
 class BudgetSpent(Exception):

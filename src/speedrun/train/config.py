@@ -109,7 +109,7 @@ class PublishedCurve:
     track: str
     source: str
     """Where it was published."""
-    losses: Annotated[tuple[tuple[Count, float], ...], Meta(min_length=1)]
+    losses: Annotated[tuple[tuple[Count, AboveZero], ...], Meta(min_length=1)]
     """(steps done, loss)"""
     seconds: AboveZero
     """Of the whole run, on its clock."""

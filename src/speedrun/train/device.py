@@ -19,7 +19,7 @@ from torch import nn
 from speedrun.checks import check_fields
 from speedrun.errors import UserError
 from speedrun.model.attention import Backend, choose_backend
-from speedrun.train.distributed import neighbours
+from speedrun.train.distributed import local_rank, neighbours
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _choose_device(asked: str) -> tuple[torch.device, str]:
     if number and int(number) >= there:
         raise UserError(f"There is no device {asked!r}; torch sees {there}, counted from 0.")
     check_processes(here, asked)
-    index = int(os.environ.get("LOCAL_RANK", 0)) if here > 1 or not number else int(number)
+    index = local_rank() if here > 1 or not number else int(number)
     moved = number and index != int(number)
     why = f"; {asked!r} would put all {here} processes on one GPU, so each takes that of its LOCAL_RANK"
     return torch.device("cuda", index), why if moved else ""

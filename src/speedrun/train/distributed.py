@@ -7,6 +7,7 @@ torchrun starts the processes and tells each its rank in the environment. A sing
 
 import contextlib
 import datetime
+import math
 import os
 import signal
 import sys
@@ -26,23 +27,46 @@ PATIENCE = 300.0  # seconds a rank waits for another before it gives up; four ti
 REACHED = 10.0  # seconds in which a store that is there already is reached
 
 
+def variable(name: str, least: int, most: float, default: str = "") -> int:
+    """A number that torchrun put into the environment, where a person may have put something else."""
+    text = os.environ.get(name, default)
+    if not text.isdecimal() or not least <= int(text) <= most:
+        limit = f" from {least} to {most:g}" if most < math.inf else f", at least {least}"
+        error = UserError(
+            f"The environment variable {name} is {text!r}; it must be a whole number{limit}. Start processes with "
+            "torchrun or --nproc, which set it; for a single process unset RANK."
+        )
+        error.mine_to_tell = True  # type: ignore[attr-defined]  # who else would know
+        raise error
+    return int(text)
+
+
 def ranks() -> int:
     """How many processes this run was started with."""
-    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+    return variable("WORLD_SIZE", 1, math.inf) if "RANK" in os.environ else 1
+
+
+def rank() -> int:
+    return variable("RANK", 0, ranks() - 1) if "RANK" in os.environ else 0
 
 
 def neighbours() -> int:
     """How many of them share this machine's cores."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+    return variable("LOCAL_WORLD_SIZE", 1, ranks(), "1") if "RANK" in os.environ else 1
+
+
+def local_rank() -> int:
+    """This process among them."""
+    return variable("LOCAL_RANK", 0, neighbours() - 1, "0") if "RANK" in os.environ else 0
 
 
 def is_first() -> bool:
-    return ranks() == 1 or os.environ["RANK"] == "0"
+    return rank() == 0
 
 
 def speaks(error: UserError) -> bool:
     """Whether this rank tells it: of those who met an error together one does, elsewhere one on each machine."""
-    return getattr(error, "mine_to_tell", ranks() == 1 or os.environ.get("LOCAL_RANK", "0") == "0")
+    return getattr(error, "mine_to_tell", "RANK" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0")
 
 
 def restarted() -> bool:
@@ -82,15 +106,18 @@ def joined(
     # The watch gives up first, and says why; this is for the case that it cannot.
     limit = datetime.timedelta(seconds=(LONG + 1) * patience)
     store = meeting_point(limit, host=is_first() and not launched())
-    rank = int(os.environ["RANK"])
-    dist.init_process_group(
-        backend,
-        store=PrefixStore("group", store),
-        rank=rank,
-        world_size=ranks(),
-        timeout=limit,
-        device_id=device if device.type == "cuda" and backend != "gloo" else None,
-    )
+    try:
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("group", store),
+            rank=rank(),
+            world_size=ranks(),
+            timeout=limit,
+            device_id=device if device.type == "cuda" and backend != "gloo" else None,
+        )
+    except (dist.DistNetworkError, dist.DistStoreError) as e:
+        why = str(e).splitlines()[0].rstrip(".")
+        raise UserError(f"Not all of {ranks()} ranks came within {limit.total_seconds():g} s: {why}.") from e
     team = Team.of(None)
     # A connection of its own: one that waits for something would hold up the other.
     watch = Watch(team.rank, team.size, PrefixStore("watch", meeting_point(limit)), patience)
@@ -118,7 +145,7 @@ def meeting_point(limit: datetime.timedelta, host: bool = False) -> Any:
 
     It also outlives an attempt, and what was said in one must not be heard in the next.
     """
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address, port = os.environ.get("MASTER_ADDR", "localhost"), variable("MASTER_PORT", 1, 2**16 - 1)
     try:
         # Whoever started these ranks may have been killed since: then nobody else ends them.
         soon = datetime.timedelta(seconds=min(REACHED, limit.total_seconds())) if launched() else limit
