@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch._inductor.exc import InductorError
 
 from speedrun.data.loader import Batch, Loader
 from speedrun.data.shards import TokenFolder, write_shard
@@ -303,16 +304,15 @@ def test_on_a_gpu_a_compiler_that_fails_is_an_error(
     tokens: TokenFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the records' size the eager model would not even fit."""
-    place = "cuda:0"
     trainer = tiny_trainer(tokens, tmp_path / "run")
     trainer.loss_of = lambda *_: torch.zeros(())
-    trainer.device = torch.device(place)
+    trainer.device = torch.device("cuda:0")
 
     def broken(*_: object) -> float:
-        raise RuntimeError("\nInductorError: 16384 v.s. 16383\nand a long trace")
+        raise InductorError(AssertionError("16384 v.s. 16383\nand a long trace"), None)
 
     monkeypatch.setattr(trainer, "gradients", broken)
-    sentence = rf"torch.compile failed on {place} \(RuntimeError: InductorError: 16384 v.s. 16383\).*--compile False"
+    sentence = r"torch.compile failed on cuda:0 \(InductorError: AssertionError: 16384 v.s. 16383\).*--compile False"
     with pytest.raises(UserError, match=sentence):
         trainer.warm_up()
     assert trainer.loss_of is not trainer.model
@@ -322,8 +322,9 @@ def test_on_a_gpu_a_compiler_that_fails_is_an_error(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(trainer, "gradients", full)
-    with pytest.raises(torch.OutOfMemoryError):  # which is not the compiler's
+    with pytest.raises(torch.OutOfMemoryError) as caught:  # which is not the compiler's, and keeps its traceback
         trainer.warm_up()
+    assert "--compile False shows" in caught.value.__notes__[0]
 
 
 LONG_DOCUMENTS = {

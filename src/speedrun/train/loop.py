@@ -360,13 +360,10 @@ class Trainer:
             if self.loss_of is self.model or lost_connection(e):
                 raise
             if self.device.type != "cpu":
-                if out_of_memory(e):  # not of a micro-batch, which is smaller then
-                    raise
-                raise UserError(
-                    f"torch.compile failed on {self.device} ({type(e).__name__}: {first_line(e)}). Without it a GPU "
-                    "needs far more memory and time, so this is not tried unasked: pass --compile False to do so, or "
-                    "another version of torch may help."
-                ) from e
+                if isinstance(e, torch._dynamo.exc.TorchDynamoException):
+                    raise compile_failure(e, self.device) from e
+                e.add_note("--compile False shows whether it happens without torch.compile, too.")
+                raise  # perhaps a bug of this program: it keeps its traceback
             self.say(f"torch.compile failed here ({type(e).__name__}); going on without it, about 1.2x slower")
             self.loss_of = self.model
             visit()
@@ -615,8 +612,12 @@ class Trainer:
                 signal.signal(number, handler)
 
 
-def first_line(error: BaseException) -> str:
-    return next((line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()), "no message")
+def compile_failure(error: Exception, device: torch.device) -> UserError:
+    said = next((line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()), "no message")
+    return UserError(
+        f"torch.compile failed on {device} ({type(error).__name__}: {said}). Without it a GPU needs far more memory "
+        "and time, so that is not tried unasked: pass --compile False to do so, or try another version of torch."
+    )
 
 
 def out_of_memory(error: BaseException) -> bool:
