@@ -10,8 +10,8 @@ range of 8-bit floats. `optim.reference_ranks` says which scale it is:
             is what the 8-bit scales are for; the gradient is divided by N when it is reduced, and eps is for the
             result. The number of processes changes neither.
 
-With 131,072 tokens the two differ by a factor of 16,384. In the scale of the mean, an eps of 1e-8 then is as large as
-the roots that it is added to, and every gradient of an unlikely token rounds to zero in 8-bit floats (see `check`).
+With 131,072 tokens the two differ by a factor of 16,384. In the scale of the mean, an eps of 1e-8 then is no longer
+small beside the roots that it is added to, and every gradient of an unlikely token rounds to zero in 8-bit floats.
 
 Losses in logs, and the norm that `optim.clip` allows, are always those of the mean.
 
