@@ -98,7 +98,7 @@ def build(name: str, tokens: TokenFolder, folder: Path, seed: int = 0) -> Traine
     recipe = get_recipe(name, CURVES[name].track)
     run = RunFolder.create(folder / f"{name}-{seed}", {"recipe": name}, console=lambda line: None)
     report = Report(recipe.schedule.total, quiet=True)
-    return Trainer(recipe, tokens, choose("cpu"), Options(seed=seed, compile=False), run, report)
+    return Trainer(recipe, tokens, choose("cpu", "float32"), Options(seed=seed, compile=False), run, report)
 
 
 def first_loss(name: str) -> float:

@@ -205,6 +205,7 @@ class StandIn:
     ):
         if not torch.compiler.is_compiling():
             self.calls.append({"edges": cu_seqlens_q.tolist(), "longest": max_seqlen_q, "window": window_size})
+            assert int(cu_seqlens_q.diff().max()) <= max_seqlen_q, "the kernel would not look at what is beyond"
         assert q.ndim == 3
         assert cu_seqlens_q.dtype == torch.int32
         assert cu_seqlens_q is cu_seqlens_k

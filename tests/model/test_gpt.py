@@ -10,7 +10,7 @@ from speedrun.errors import UserError
 from speedrun.model.attention import attend, reference_attend
 from speedrun.model.embeddings import lookup
 from speedrun.model.gpt import GPT, GPTConfig, count_parameters, flops_per_token
-from speedrun.model.head import cross_entropy_sum
+from speedrun.model.head import loss_sum
 from speedrun.model.rotary import frequencies, rotary_tables, rotate
 from speedrun.recipes import get_recipe
 
@@ -91,8 +91,8 @@ def test_the_head_loss_is_softmax_cross_entropy_in_float32() -> None:
     targets = torch.tensor([3, -1, 49, 0, 7, -1, 8])
     logp = (x.double() @ w.double().t()).log_softmax(-1)
     expected = -sum(logp[i, t] for i, t in enumerate(targets) if t >= 0)
-    assert cross_entropy_sum(x, w, targets, SMALL).item() == pytest.approx(float(expected), rel=1e-6)
-    assert cross_entropy_sum(x.bfloat16(), w, targets, SMALL).dtype == torch.float32
+    assert loss_sum(x, w, targets[None], None, SMALL).item() == pytest.approx(float(expected), rel=1e-6)
+    assert loss_sum(x.bfloat16(), w, targets[None], None, SMALL).dtype == torch.float32
 
 
 def test_rotation_keeps_lengths_and_depends_on_distance_alone() -> None:

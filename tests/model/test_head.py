@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from speedrun.model import head
 from speedrun.model.gpt import GPTConfig
-from speedrun.model.head import cross_entropy_sum, logits_of, multi_token_sum, pieces
+from speedrun.model.head import logits_of, loss_sum, piece_rows, targets_ahead
 
 BASE = GPTConfig(vocab=61, layers=1, width=16, heads=2)
 CAPS = {
@@ -32,12 +32,12 @@ def features(*shape: int, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tenso
 @pytest.mark.parametrize("scale", [1.0, 300.0], ids=["ordinary", "huge logits"])
 @pytest.mark.parametrize("cap", CAPS)
 def test_pieces_add_up_to_the_cross_entropy(cap: str, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight, targets = features(37, scale=scale)
+    x, weight, targets = features(80, scale=scale)
     plain = F.cross_entropy(logits_of(x, weight, CAPS[cap]), targets, ignore_index=-1, reduction="sum")
     expected = torch.autograd.grad(plain, (x, weight))
-    monkeypatch.setattr(head, "CPU_BYTES", 61 * 4 * 5)  # five positions at a time
-    assert pieces(37, 1, weight) == 8
-    loss = cross_entropy_sum(x, weight, targets, CAPS[cap])
+    monkeypatch.setattr(head, "CPU_BYTES", 61 * 4 * 32)
+    assert piece_rows(80, weight) == 32, "two whole pieces and a half"
+    loss = loss_sum(x, weight, targets[None], None, CAPS[cap])
     torch.testing.assert_close(loss, plain, rtol=1e-5, atol=1e-4)
     for found, wanted in zip(torch.autograd.grad(loss, (x, weight)), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
@@ -51,14 +51,39 @@ def test_several_tokens_ahead_are_weighted_cross_entropies(cap: str, monkeypatch
     for k, w in enumerate(weights):
         seen, wanted = logits[:, : 12 - k].flatten(0, 1), targets[:, k:].flatten()
         plain = plain + w * F.cross_entropy(seen, wanted, ignore_index=-1, reduction="sum")
-    monkeypatch.setattr(head, "CPU_BYTES", 61 * 12 * 4 * 2)  # two rows at a time
-    assert pieces(5, 12, weight) == 3
-    loss = multi_token_sum(x, weight, targets, torch.tensor(weights), CAPS[cap], None)
+    monkeypatch.setattr(head, "CPU_BYTES", 61 * 4 * 16)
+    assert piece_rows(60, weight) == 16, "a piece may end in the middle of a row"
+    loss = loss_sum(x.flatten(0, 1), weight, targets_ahead(targets, 3), torch.tensor(weights), CAPS[cap])
     torch.testing.assert_close(loss, plain, rtol=1e-5, atol=1e-4)
 
 
-def test_a_small_head_is_one_piece_and_a_huge_one_stays_a_few() -> None:
-    weight = torch.empty(4096, 1)
-    assert pieces(16, 1, weight) == 1
-    assert pieces(10**6, 1, weight) == head.MOST_PIECES
-    assert pieces(2, 10**6, weight) == 2, "a row is never cut"
+def test_targets_ahead_stay_in_their_row_and_document() -> None:
+    targets = torch.tensor([[5, 6, 7, 8], [1, -1, 2, 3]])
+    documents = torch.tensor([[0, 0, 1, 1], [2, 2, 2, 2]])
+    assert targets_ahead(targets, 3).tolist() == [
+        [5, 6, 7, 8, 1, -1, 2, 3],
+        [6, 7, 8, -1, -1, 2, 3, -1],
+        [7, 8, -1, -1, 2, 3, -1, -1],
+    ]
+    assert targets_ahead(targets, 2, documents)[1].tolist() == [6, -1, 8, -1, -1, 2, 3, -1]
+
+
+def test_the_form_for_gpus_is_the_same_loss_with_the_same_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparing every number of the vocabulary with the target instead of gathering it."""
+    x, weight, targets = features(6, 8)
+    ahead, weights = targets_ahead(targets, 3), torch.tensor([1.0, 0.5, 0.25])
+    found = []
+    for form in (head.gathered, head.compared):
+        monkeypatch.setattr(head, "chosen", form)
+        loss = loss_sum(x.flatten(0, 1), weight, ahead, weights, CAPS["sigmoid"])
+        found.append((loss, *torch.autograd.grad(loss, (x, weight))))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("rows", [16, 1000, 10**6, 393_216])
+def test_pieces_are_few_and_multiples_of_16(rows: int) -> None:
+    size = piece_rows(rows, torch.empty(4096, 1))
+    assert size % 16 == 0
+    assert 1 <= -(-rows // size) <= head.MOST_PIECES
+    assert size >= min(rows, head.CPU_BYTES // (4 * 4096) // 2)

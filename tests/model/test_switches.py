@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from speedrun.errors import UserError
 from speedrun.model.gpt import GPT, GPTConfig, Windows, count_parameters
-from speedrun.model.head import describe_fp8, fp8_linear, multi_token_sum, softcap
+from speedrun.model.head import describe_fp8, fp8_linear, loss_sum, softcap, targets_ahead
 from speedrun.model.rotary import frequencies, rotary_tables, stretched
 
 BASE = GPTConfig(vocab=61, layers=4, width=32, heads=2, gate_inputs=6, norm_eps=1e-6)
@@ -227,7 +227,7 @@ def test_multi_token_prediction_is_a_weighted_sum_of_shifted_losses() -> None:
             for t in range(7 - k):
                 if targets[b, t + k] >= 0:
                     expected += float(weight * F.cross_entropy((w @ x[b, t])[None], targets[b, t + k : t + k + 1]))
-    found = multi_token_sum(x, w, targets, weights, BASE, None)
+    found = loss_sum(x.flatten(0, 1), w, targets_ahead(targets, 3), weights, BASE)
     assert found.item() == pytest.approx(expected, rel=1e-5)
 
 

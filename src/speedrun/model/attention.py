@@ -92,6 +92,7 @@ class Sight(NamedTuple):
     backend: Backend
     masks: dict[int | Tensor | None, Tensor | BlockMask | None]  # by window; None: plainly causal
     edges: Tensor | None = None  # of the documents, for Flash Attention 3
+    longest: int = 0  # no document has more tokens
 
 
 def sight(
@@ -102,12 +103,16 @@ def sight(
     windows: Iterable[int | Tensor | None],
     documents_BT: Tensor | None = None,
     edges: Tensor | None = None,
+    longest: int | None = None,
 ) -> Sight:
-    """`edges` are those of `documents_BT`, where the caller has them: inside a graph documents cannot be counted."""
+    """`edges` are those of `documents_BT`, where the caller has them: inside a graph documents cannot be counted.
+
+    `longest` is the most tokens of a document; None: a row's.
+    """
     if backend == "fa3":
         if edges is None:
             edges = row_edges(B, T, device) if documents_BT is None else edges_of(documents_BT)
-        return Sight(backend, {}, edges)
+        return Sight(backend, {}, edges, min(T, longest or T))
     if backend == "flex":
         fixed = [window for window in windows if not isinstance(window, Tensor)]
         return Sight(backend, {window: block_mask(B, T, device, documents_BT, window) for window in fixed})
@@ -179,7 +184,9 @@ def attend(
         q_BTHK, k_BTHK, v_BTHK = (x.to(torch.get_autocast_dtype(kind)) for x in (q_BTHK, k_BTHK, v_BTHK))
     if shared.backend == "fa3":
         assert shared.edges is not None
-        return attend_flash(q_BTHK, k_BTHK, v_BTHK, edges=shared.edges, window=window, scale=scale)
+        return attend_flash(
+            q_BTHK, k_BTHK, v_BTHK, edges=shared.edges, longest=shared.longest, window=window, scale=scale
+        )
     block = shared.masks[window]
     assert isinstance(block, BlockMask)
     return attend_flex(q_BTHK, k_BTHK, v_BTHK, mask=block, scale=scale)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-HUB = ("varunneal/flash-attention-3", "kernels-community/flash-attn3")  # the records' build, then the hub's own
+HUB = ("kernels-community/flash-attn3", "varunneal/flash-attention-3")  # the hub's own build, then the records'
 
 _varlen: Callable[..., Any] | None = None  # a plain global: torch.compile looks through it, not through a cache
 
@@ -58,16 +58,24 @@ def row_edges(B: int, T: int, device: torch.device) -> Tensor:
 
 
 def attend_flash(
-    q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, *, edges: Tensor, window: int | None, scale: float | None
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTHK: Tensor,
+    *,
+    edges: Tensor,
+    longest: int,
+    window: int | None,
+    scale: float | None,
 ) -> Tensor:
+    """`longest`: no document has more tokens. The grid of the backward pass grows with it."""
     assert _varlen is not None, "load() comes first"
     B, T, H, K = q_BTHK.shape
     y = _varlen(
         *(x.reshape(B * T, H, K) for x in (q_BTHK, k_BTHK, v_BTHK)),
         cu_seqlens_q=edges,
         cu_seqlens_k=edges,
-        max_seqlen_q=T,  # a bound is enough; the longest document's own length would compile anew for every batch
-        max_seqlen_k=T,
+        max_seqlen_q=longest,  # a bound: the longest document's own length would compile anew for every batch
+        max_seqlen_k=longest,
         softmax_scale=1 / math.sqrt(K) if scale is None else scale,
         causal=True,
         window_size=(-1 if window is None else window, 0),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from speedrun.model.attention import Backend, Sight, attend, attend_masked, sight, visible, window_is_data
 from speedrun.model.config import GPTConfig
 from speedrun.model.embeddings import lookup
-from speedrun.model.head import cross_entropy_sum, logits_of, multi_token_sum
+from speedrun.model.head import logits_of, loss_sum, targets_ahead
 from speedrun.model.rotary import frequencies, rotary_tables, rotate, stretched
 
 __all__ = ["GPT", "Cache", "GPTConfig", "Windows", "count_parameters", "flops_per_token"]
@@ -439,20 +439,23 @@ class GPT(nn.Module):
         predict_M: Tensor | None = None,
         tied: bool = True,
         edges: Tensor | None = None,
+        longest: int | None = None,
     ) -> Tensor:
         """Sum of the losses of all counted targets (-1 = not counted).
 
         `documents_BT` numbers the document of each position; attention stays inside a document. None: one document.
         `predict_M` weighs the losses of the next, the second next... token; None: the next one alone. `tied` is False
         from the split on. `edges` are those of the documents (`flash.edges_of`), which Flash Attention 3 asks for;
-        a compiled graph must be given them, for it cannot count documents.
+        a compiled graph must be given them, for it cannot count documents. `longest`: no document has more tokens.
         """
-        x_BTD = self.features(ids_BT, documents_BT, windows, edges)
+        x_BTD = self.features(ids_BT, documents_BT, windows, edges, longest)
         weight = self.head_weight(tied)
-        if predict_M is not None and len(predict_M) > 1:
-            return multi_token_sum(x_BTD, weight, targets_BT, predict_M, self.config, documents_BT)
-        training = torch.is_grad_enabled()
-        return cross_entropy_sum(x_BTD.flatten(0, 1), weight, targets_BT.flatten(), self.config, training)
+        ahead = 1 if predict_M is None else len(predict_M)
+        inside = None if self.config.across_documents else documents_BT
+        targets_MN = targets_ahead(targets_BT, ahead, inside)
+        return loss_sum(
+            x_BTD.flatten(0, 1), weight, targets_MN, predict_M, self.config, training=torch.is_grad_enabled()
+        )
 
     def features(
         self,
@@ -460,11 +463,12 @@ class GPT(nn.Module):
         documents_BT: Tensor | None = None,
         windows: Windows | WindowData | None = None,
         edges: Tensor | None = None,
+        longest: int | None = None,
     ) -> Tensor:
         """What the head reads, (B, T, D)."""
         B, T = ids_BT.shape
         seen: list[int | Tensor | None] = [None] if windows is None else [*windows]
-        shared = sight(self.backend, B, T, ids_BT.device, seen, documents_BT, edges)
+        shared = sight(self.backend, B, T, ids_BT.device, seen, documents_BT, edges, longest)
         return self.trunk(ids_BT, self.place(0, T, documents_BT, windows, shared))
 
     def as_trained(self, windows: Windows | None, windows_so_far: tuple[int, ...], tied: bool) -> None:

@@ -52,72 +52,73 @@ def log_total(logits: Tensor, config: GPTConfig) -> Tensor:
     return logits.logsumexp(-1)
 
 
-def cross_entropy_sum(
-    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, config: GPTConfig, training: bool = False
-) -> Tensor:
-    """Sum of next-token losses, from float32 logits; a target of -1 does not count.
+def targets_ahead(targets_BT: Tensor, count: int, documents_BT: Tensor | None = None) -> Tensor:
+    """(count, N): for each position the next, the second next... target; -1 beyond the row or in another document."""
+    found = [targets_BT]
+    for k in range(1, count):
+        target = F.pad(targets_BT[:, k:], (0, k), value=-1)
+        if documents_BT is not None:
+            target = torch.where(F.pad(documents_BT[:, k:], (0, k), value=-1) == documents_BT, target, -1)
+        found.append(target)
+    return torch.stack(found).flatten(1)
 
+
+def chosen(logits_NV: Tensor, target_N: Tensor) -> Tensor:
+    """The target's logit at each position, and any number where the target is -1.
+
+    In compiled code for a GPU a comparison becomes part of the kernel that sums the exponentials, and of the one that
+    makes their gradient. The gradient of a gather is a float32 table of its own, for each predicted token.
+    """
+    compiled = logits_NV.is_cuda and torch.compiler.is_compiling()
+    return (compared if compiled else gathered)(logits_NV, target_N)
+
+
+def gathered(logits_NV: Tensor, target_N: Tensor) -> Tensor:
+    return logits_NV.gather(1, target_N.clamp(min=0)[:, None]).squeeze(1)
+
+
+def compared(logits_NV: Tensor, target_N: Tensor) -> Tensor:
+    numbers_V = torch.arange(logits_NV.shape[1], device=logits_NV.device)
+    return torch.where(numbers_V == target_N[:, None], logits_NV, 0).sum(-1)
+
+
+def loss_sum(
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    targets_MN: Tensor,
+    weights_M: Tensor | None,
+    config: GPTConfig,
+    training: bool = False,
+) -> Tensor:
+    """Sum over positions and k < M of weights[k] * loss of the target k + 1 tokens ahead (`targets_ahead`), all from
+    the float32 logits of one position; a target of -1 does not count. Without weights each counts once.
+
+    Early in a run, features that also predict the second and third next token are worth learning.
     A sum, not a mean: micro-batches and ranks may hold different numbers of tokens, and only a sum over all of them,
     divided once by the batch's tokens, is the batch's mean.
     """
-    n = pieces(len(x_ND), 1, weight_VD)
+    rows = piece_rows(len(x_ND), weight_VD)
     losses = []
-    for x, targets in zip(x_ND.tensor_split(n), targets_N.tensor_split(n), strict=True):
-        logits = logits_of(x, weight_VD, config, training)
-        chosen = logits.gather(1, targets.clamp(min=0)[:, None]).squeeze(1)
-        losses.append(torch.where(targets >= 0, log_total(logits, config) - chosen, 0).sum())
+    for x, targets in zip(x_ND.split(rows), targets_MN.split(rows, dim=1), strict=True):
+        losses.append(surprise(logits_of(x, weight_VD, config, training), targets, weights_M, config))
     return sum(losses[1:], losses[0])
 
 
-def pieces(rows: int, tokens: int, weight_VD: Tensor) -> int:
-    """Into how many parts `rows` of `tokens` positions are cut for the head."""
+def surprise(logits_NV: Tensor, targets_MN: Tensor, weights_M: Tensor | None, config: GPTConfig) -> Tensor:
+    """The same from logits."""
+    total = log_total(logits_NV, config)
+    loss = torch.zeros_like(total)
+    for k, target in enumerate(targets_MN.unbind()):
+        missed = torch.where(target >= 0, total - chosen(logits_NV, target), 0)
+        loss = loss + (missed if weights_M is None else weights_M[k] * missed)
+    return loss.sum()
+
+
+def piece_rows(rows: int, weight_VD: Tensor) -> int:
+    """How many of the head's `rows` are multiplied at once: a multiple of 16, as 8-bit products ask for."""
     limit = CPU_BYTES if weight_VD.device.type == "cpu" else GPU_BYTES
-    wanted = -(-4 * rows * tokens * weight_VD.shape[0] // limit)
-    return max(1, min(rows, wanted, MOST_PIECES))
-
-
-def multi_token_sum(
-    x_BTD: Tensor,
-    weight_VD: Tensor,
-    targets_BT: Tensor,
-    weights_M: Tensor,
-    config: GPTConfig,
-    documents_BT: Tensor | None,
-) -> Tensor:
-    """Sum over positions t and k < M of weights[k] * loss of the target at t + k, all from the logits of t.
-
-    Early in a run, features that also predict the second and third next token are worth learning.
-    Targets beyond the row do not count, nor (unless the config says so) those of another document.
-    """
-    n = pieces(targets_BT.shape[0], targets_BT.shape[1], weight_VD)
-    documents = [None] * n if documents_BT is None else documents_BT.tensor_split(n)
-    losses = [
-        _multi_token_sum(x, weight_VD, targets, weights_M, config, numbers)
-        for x, targets, numbers in zip(x_BTD.tensor_split(n), targets_BT.tensor_split(n), documents, strict=True)
-    ]
-    return sum(losses[1:], losses[0])
-
-
-def _multi_token_sum(
-    x_BTD: Tensor,
-    weight_VD: Tensor,
-    targets_BT: Tensor,
-    weights_M: Tensor,
-    config: GPTConfig,
-    documents_BT: Tensor | None,
-) -> Tensor:
-    B, T = targets_BT.shape
-    logits_BTV = logits_of(x_BTD.flatten(0, 1), weight_VD, config, training=True).view(B, T, -1)
-    total_BT = log_total(logits_BTV, config)
-    loss = logits_BTV.new_zeros(())
-    for k in range(len(weights_M)):
-        target = targets_BT[:, k:]
-        counts = target >= 0
-        if documents_BT is not None and not config.across_documents and k:
-            counts = counts & (documents_BT[:, k:] == documents_BT[:, : T - k])
-        chosen = logits_BTV[:, : T - k].gather(2, target.clamp(min=0)[..., None]).squeeze(2)
-        loss = loss + weights_M[k] * ((total_BT[:, : T - k] - chosen) * counts).sum()
-    return loss
+    wanted = -(-4 * rows * weight_VD.shape[0] // limit)
+    return 16 * -(-rows // (16 * max(1, min(wanted, MOST_PIECES))))
 
 
 # -------------------------------------------------------------------------------------------- 8-bit floats
@@ -162,6 +163,11 @@ def fp8_product(
 
 @fp8_product.register_fake
 def _(x_ND: Tensor, w_VD: Tensor, x_scale: float, w_scale: float, g_scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    if x_ND.is_cuda and any(size % 16 for size in (*x_ND.shape, *w_VD.shape)):
+        raise ValueError(
+            f"8-bit products on a GPU need sizes that are multiples of 16, not {tuple(x_ND.shape)} and "
+            f"{tuple(w_VD.shape)}; choose such rows, width and vocabulary, or model.fp8_head False"
+        )
     out = x_ND.new_empty(x_ND.shape[0], w_VD.shape[0], dtype=torch.bfloat16)
     return out, x_ND.new_empty(x_ND.shape, dtype=E4M3), w_VD.new_empty(w_VD.shape, dtype=E4M3)
 

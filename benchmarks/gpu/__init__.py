@@ -1,0 +1,1 @@
+"""The GPU path, looked at without a GPU: `python -m benchmarks.gpu`."""

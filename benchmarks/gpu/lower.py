@@ -1,0 +1,176 @@
+"""Code for a GPU, as Inductor makes it, without running any: kernels, bytes, and what the backward pass needs.
+
+Fake tensors go through Dynamo, AOTAutograd and Inductor as in training. The generated module is kept instead of loaded.
+"""
+
+import importlib.util
+import re
+import tempfile
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch._inductor import ir
+from torch._inductor.graph import GraphLowering
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """One graph: a forward or a backward pass."""
+
+    backward: bool
+    kernels: int
+    """Launches of Triton kernels."""
+    products: int
+    """Launches of cuBLAS and of opaque operators."""
+    bytes: int
+    """Read and written by all of them, as Inductor counts."""
+    saved: int
+    """What a forward pass leaves for the backward pass, weights and inputs aside."""
+    peak: int
+    """The most that is alive at once, weights and inputs that outlive the pass aside."""
+    code: str
+
+    @property
+    def name(self) -> str:
+        return "backward" if self.backward else "forward"
+
+    def sources(self) -> dict[str, str]:
+        """Its Triton kernels by name, each a module's text."""
+        return dict(
+            re.findall(r"^(\w+) = async_compile\.triton\('\w+', '''\n(.*?)'''", self.code, re.DOTALL | re.MULTILINE)
+        )
+
+
+class HostSync(Exception):
+    """A graph waits for a number from the GPU, and the line that asks for it."""
+
+
+class Caught(Exception):
+    """All graphs are there: calling them would run kernels."""
+
+
+def lower(
+    function: Callable[..., Tensor], *args: Any, arithmetic: torch.dtype | None = torch.bfloat16
+) -> list[Lowered]:
+    """The forward and the backward graph of `function(*args)`, fake tensors, compiled as the trainer does.
+
+    Raises what Dynamo or Inductor raise (a graph break, an operator without a lowering, a failed assertion), and
+    HostSync.
+    """
+    found: list[Lowered] = []
+
+    def keep(graph: GraphLowering) -> types.ModuleType:
+        code, _ = graph.codegen()
+        found.append(measure(graph, code.value))
+        waits.extend(syncs(graph))
+        module = types.ModuleType("lowered")
+        module.call = stop  # type: ignore[attr-defined]
+        with tempfile.NamedTemporaryFile("w", suffix=".py", delete=False) as file:
+            file.write(code.value)
+        module.__file__ = graph.cache_path = file.name
+        graph.cache_key, graph.cache_linemap = "lowered", []
+        made.append(Path(file.name))
+        return module
+
+    def stop(_: object) -> None:
+        raise Caught
+
+    made: list[Path] = []
+    waits: list[str] = []
+    before = GraphLowering.compile_to_module
+    GraphLowering.compile_to_module = keep  # type: ignore[method-assign]
+    try:
+        torch._dynamo.reset()
+        compiled = torch.compile(function, dynamic=False, fullgraph=True)
+        with torch.autocast("cuda", arithmetic, enabled=arithmetic is not None):
+            compiled(*args)
+    except Caught:
+        pass
+    finally:
+        GraphLowering.compile_to_module = before  # type: ignore[method-assign]
+        for path in made:
+            path.unlink()
+    if waits:
+        raise HostSync(waits[0])
+    return found
+
+
+def syncs(graph: GraphLowering) -> list[str]:
+    """The lines that read a number back, innermost of those outside of torch."""
+    found = []
+    for node in graph.module.graph.nodes:
+        if "_local_scalar_dense" in str(node.target):
+            lines = [line.strip() for line in node.meta.get("stack_trace", "").splitlines()]
+            ours = [i for i, line in enumerate(lines) if line.startswith("File ") and "/torch/" not in line]
+            found.append(" ".join(lines[ours[-1] : ours[-1] + 2]) if ours else str(node))
+    return found
+
+
+def measure(graph: GraphLowering, code: str) -> Lowered:
+    total, _, _ = graph.count_bytes()
+    outputs = {name for name in graph.get_output_names() if name in graph.name_to_buffer}
+    return Lowered(
+        backward=bool(graph.is_backward),
+        kernels=code.count(".run("),
+        products=len(re.findall(r"extern_kernels\.\w+\(|= torch\.ops\.[\w.]+\(", code)),
+        bytes=int(total),
+        saved=0 if graph.is_backward else sum(size_of(graph, name) for name in outputs),
+        peak=peak(graph, code),
+        code=code,
+    )
+
+
+def size_of(graph: GraphLowering, name: str) -> int:
+    """Bytes of a buffer or an input; 0 for what is no tensor."""
+    box = graph.graph_inputs[name] if name in graph.graph_inputs else graph.name_to_buffer[name]
+    if isinstance(box, sympy.Expr):
+        return 0
+    layout = box.get_output_spec() if isinstance(box, ir.Operation) else box.get_layout()
+    if not isinstance(layout, ir.Layout):
+        return 0
+    count = graph.sizevars.optimization_hint(layout.storage_size(), fallback=1)
+    return int(count) * layout.dtype.itemsize
+
+
+def peak(graph: GraphLowering, code: str) -> int:
+    """The most bytes alive at once, followed through the generated code: what it allocates, reuses and deletes.
+
+    Weights and other inputs of the model, called primals, are there before and after, and are left out.
+    """
+    alive = {name: size_of(graph, name) for name in graph.graph_inputs if not name.startswith("primals")}
+    most = sum(alive.values())
+    for line in code[code.index("def call(") :].splitlines():
+        made = re.match(r"\s+(\w+) = ", line)
+        freed = [name for names in re.findall(r"\bdel ([\w, ]+)", line) for name in names.split(", ")]
+        if line.endswith("# reuse"):
+            for name in freed:
+                alive.pop(name, None)
+        if made and made[1] in graph.name_to_buffer:
+            alive[made[1]] = size_of(graph, made[1])
+        most = max(most, sum(alive.values()))
+        for name in freed:
+            alive.pop(name, None)
+    return most
+
+
+def compile_kernels(lowered: Lowered) -> dict[str, int]:
+    """Machine code of every Triton kernel, by ptxas; bytes of shared memory by kernel, of its hungriest variant."""
+    shared = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, source in lowered.sources().items():
+            path = Path(folder) / f"{name}.py"
+            path.write_text(source)
+            spec = importlib.util.spec_from_file_location(name, path)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            kernel = getattr(module, name)
+            shared[name] = max(kernel._precompile_config(config).kernel.metadata.shared for config in kernel.configs)
+    return shared

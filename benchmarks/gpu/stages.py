@@ -1,0 +1,139 @@
+"""What is lowered: the loss alone, and the stages of every recipe with a native size, as one GPU of eight has them."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from benchmarks.gpu.lower import Lowered, lower
+from speedrun.model import flash
+from speedrun.model.gpt import GPT
+from speedrun.model.head import softcap, surprise, targets_ahead
+from speedrun.recipes import get_recipe
+from speedrun.train.schedule import Stage
+
+NATIVE = (
+    ("orthogonal-nesterov", "short"),
+    ("muon", "short"),
+    ("normuon", "short"),
+    ("interleaved", "short"),
+    ("medium-before", "medium"),
+    ("medium", "medium"),
+)
+GPUS = 8  # of a record's machine
+DOCUMENTS = 40  # in a row, about as many as FineWeb has in 16,384 tokens; the number is not compiled in
+
+
+@dataclass(frozen=True)
+class Case:
+    recipe: str
+    track: str
+    step: int
+    """The first one of the stage."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.recipe} from step {self.step}"
+
+
+def cases() -> list[Case]:
+    """One stage of each graph. Stages that differ in their windows alone have the same one, with another constant."""
+    found: dict[tuple[object, ...], Case] = {}
+    for name, track in NATIVE:
+        for stage in get_recipe(name, track).schedule.visits():
+            graph = name, stage.rows, stage.length, len(stage.predict), stage.tied
+            found.setdefault(graph, Case(name, track, stage.step))
+    return list(found.values())
+
+
+def lower_stage(case: Case, backend: str) -> list[Lowered]:
+    """Forward and backward pass of the rows that one of eight GPUs has in this stage."""
+    recipe = get_recipe(case.recipe, case.track)
+    stage: Stage = recipe.schedule.at(case.step)
+    rows, packed = -(-stage.rows // GPUS), recipe.loader.packing == "documents"
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with torch.device("cuda:0"):
+            model = GPT(recipe.model, stage.length, backend)  # type: ignore[arg-type]
+            if recipe.optim.weights != "float32":
+                model.store_matrices(torch.bfloat16)
+            ids = torch.zeros(rows, stage.length, dtype=torch.long)
+            documents = torch.zeros_like(ids) if packed else None
+            edges = torch.zeros(DOCUMENTS * rows + 1, dtype=torch.int32) if packed and backend == "fa3" else None
+            predict = torch.zeros(len(stage.predict)) if len(stage.predict) > 1 else None
+        if edges is not None:
+            torch._dynamo.mark_dynamic(edges, 0)
+        longest = recipe.loader.max_document if edges is not None else None
+        return lower(model, ids, ids, documents, stage.windows, predict, stage.tied, edges, longest)
+
+
+def lower_loss(tokens: int) -> list[Lowered]:
+    """From the bfloat16 logits of 16,384 positions to the loss of the next `tokens` tokens, and to their gradient."""
+    config = replace(get_recipe("interleaved", "short").model, fp8_head=False)
+
+    def loss(z_NV: Tensor, targets_BT: Tensor, weights_M: Tensor) -> Tensor:
+        return surprise(softcap(z_NV.float(), config), targets_ahead(targets_BT, tokens), weights_M, config)
+
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda:0"):
+        z = torch.empty(16_384, 50_304, dtype=torch.bfloat16, requires_grad=True)
+        return lower(loss, z, torch.zeros(1, 16_384, dtype=torch.long), torch.zeros(tokens))
+
+
+# -------------------------------------------------------------------------------------------- Flash Attention 3
+# The hub's kernel is a pair of operators that nobody looks into. These have their shapes and nothing else.
+
+
+def unavailable(*_: Any) -> Any:
+    raise NotImplementedError("there is no GPU")
+
+
+@torch.library.custom_op("bench::fa3_forward", mutates_args=(), device_types="cuda")
+def fa3_forward(
+    q: Tensor, k: Tensor, v: Tensor, edges: Tensor, longest: int, scale: float, left: int
+) -> tuple[Tensor, Tensor]:
+    return unavailable()
+
+
+@fa3_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, edges: Tensor, longest: int, scale: float, left: int) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+@torch.library.custom_op("bench::fa3_backward", mutates_args=(), device_types="cuda")
+def fa3_backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, sums: Tensor, edges: Tensor, longest: int, scale: float,
+    left: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return unavailable()
+
+
+@fa3_backward.register_fake
+def _(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, sums: Tensor, edges: Tensor, longest: int, scale: float,
+    left: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, edges, *ctx.numbers = inputs
+    ctx.save_for_backward(q, k, v, *output, edges)
+
+
+def backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return *fa3_backward(g, *ctx.saved_tensors, *ctx.numbers), None, None, None, None
+
+
+fa3_forward.register_autograd(backward, setup_context=remember)
+
+
+def stand_in(
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, softmax_scale: float, causal: bool, window_size: tuple[int, int],
+) -> Tensor:  # fmt: skip
+    return fa3_forward(q, k, v, cu_seqlens_q, max_seqlen_q, softmax_scale, window_size[0])[0]
+
+
+def install_stand_in() -> None:
+    flash._varlen = stand_in
