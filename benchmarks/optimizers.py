@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from speedrun.model.gpt import GPT, GPTConfig
 from speedrun.optim import Adam, Combined, Muon, NorMuon, orthogonalize, route
 from speedrun.optim.polynomial import multiplications
+from speedrun.train import telemetry
 from speedrun.train.device import choose, compiled
 
 Step = Callable[[], object]
@@ -63,15 +64,15 @@ def unbatched(params: list[nn.Parameter], lr: float = 0.02, mu: float = 0.95) ->
     return step
 
 
-def executed_flops(rows: int, cols: int) -> float:
+def executed_flops(rows: int, cols: int, dtype: torch.dtype) -> float:
     """Of the matrix products that `orthogonalize` makes for one block on this CPU."""
-    return 2.0 * multiplications(rows, cols, 5, torch.float32, torch.device("cpu"))
+    return 2.0 * multiplications(rows, cols, 5, dtype, torch.device("cpu"))
 
 
-def peak(size: int) -> float:
-    """FLOP/s of one large float32 matrix product, now."""
-    a, b = torch.randn(size, size), torch.randn(size, size)
-    out = torch.empty(size, size)
+def peak(size: int, dtype: torch.dtype) -> float:
+    """FLOP/s of one large matrix product, now."""
+    a, b = torch.randn(size, size, dtype=dtype), torch.randn(size, size, dtype=dtype)
+    out = torch.empty(size, size, dtype=dtype)
     start = time.perf_counter()
     torch.mm(a, b, out=out)
     return 2.0 * size**3 / (time.perf_counter() - start)
@@ -122,17 +123,25 @@ def peers(layers: int, width: int) -> dict[str, Step]:
 
 
 def compare_steps(layers: int, width: int, rounds: int, with_peers: bool = True) -> None:
+    """Ours in the arithmetic that training would choose here for a model of this width."""
+    machine = choose("cpu", model=GPTConfig(layers=layers, width=width, heads=width // 64), tokens=2048)
+    dtype = machine.dtype
     blocks = [3, 1, 1, 1] * layers
     split: list[float] = []
 
     def speed() -> None:
-        split.append(peak(1024))
+        split.append(peak(1024, dtype))
+
+    def apart() -> list[dict[str, object]]:
+        return [{"params": matrices(layers, width), "blocks": blocks}]
 
     ours = {
-        "Muon, QKV apart": Muon([{"params": matrices(layers, width), "blocks": blocks}], lr=0.02).step,
-        "Muon, QKV as one": Muon(matrices(layers, width), lr=0.02).step,
-        "NorMuon, QKV apart": NorMuon([{"params": matrices(layers, width), "blocks": blocks}], lr=0.02).step,
+        "Muon, QKV apart": Muon(apart(), lr=0.02, dtype=dtype).step,
+        "Muon, QKV as one": Muon(matrices(layers, width), lr=0.02, dtype=dtype).step,
+        "NorMuon, QKV apart": NorMuon(apart(), lr=0.02, dtype=dtype).step,
     }
+    if dtype != torch.float32:
+        ours["Muon, QKV apart, float32"] = Muon(apart(), lr=0.02, dtype=torch.float32).step
     steps: dict[str, Step] = {**ours, "unbatched float32": unbatched(matrices(layers, width))}
     if with_peers:
         steps |= peers(layers, width)
@@ -141,14 +150,15 @@ def compare_steps(layers: int, width: int, rounds: int, with_peers: bool = True)
         torch.randn(layers, 4 * width, width),
         torch.randn(layers, width, 4 * width),
     )
-    steps["orthogonalize alone"] = lambda: [orthogonalize(x) for x in stack]
+    steps["orthogonalize alone"] = lambda: [orthogonalize(x, dtype=dtype) for x in stack]
     steps["machine speed"] = speed
     times = medians(steps, rounds)
-    flops = layers * (4 * executed_flops(width, width) + 2 * executed_flops(4 * width, width))
+    flops = layers * (4 * executed_flops(width, width, dtype) + 2 * executed_flops(4 * width, width, dtype))
     best = statistics.median(split)
     base = times["Muon, QKV apart"]
     count = sum(p.numel() for p in matrices(layers, width))
     print(f"\n{layers} layers of width {width}: {count / 1e6:.1f} M parameters, matmul speed {best / 1e9:.0f} GFLOP/s")
+    print(f"  ours in {machine.dtype_name}: {machine.dtype_reason}")
     for name in steps:
         if name != "machine speed":
             print(f"  {name:24} {1e3 * times[name]:9.1f} ms   {times[name] / base:6.2f}x of ours")
@@ -237,8 +247,7 @@ def main() -> None:
         "--peers", action=argparse.BooleanOptionalAction, default=True, help="also other people's Muon, some minutes"
     )
     args = parser.parse_args()
-    for line in choose().lines():
-        print(line)
+    print(telemetry.summary(telemetry.snapshot()))
     if args.part in ("all", "steps"):
         compare_steps(6, 384, args.rounds, args.peers)
         if args.large:

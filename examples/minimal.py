@@ -32,7 +32,7 @@ from speedrun.model.gpt import GPT
 from speedrun.optim.config import build_optimizer, copy_state
 from speedrun.recipes import DEFAULT, LINEAGE, get_recipe
 from speedrun.tracks import get_track
-from speedrun.train.config import Recipe, with_fields
+from speedrun.train.config import Recipe
 from speedrun.train.device import Machine, choose
 from speedrun.train.schedule import Stage
 
@@ -43,16 +43,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train a GPT on the pocket track.")
     parser.add_argument("--recipe", default=DEFAULT, help=f"one of: {', '.join(LINEAGE)} (default: {DEFAULT})")
     parser.add_argument("--seed", type=int, default=0, help="draws the initial weights and the order of the rows")
-    parser.add_argument("--steps", type=int, help="scheduled steps, for a short try; an extension comes on top")
+    parser.add_argument("--steps", type=int, help="steps of a shorter run, with the schedule scaled along")
     args = parser.parse_args()
 
     # A track is what must be reached: tokens and a target loss. A recipe is how: model, optimizers, schedule.
     track = get_track("pocket")
     recipe = get_recipe(args.recipe, track.name)
     if args.steps is not None:
-        recipe = with_fields(recipe, {"schedule.steps": args.steps})
+        recipe = replace(recipe, schedule=recipe.schedule.scaled(args.steps))
     tokens = track.locate()
-    machine = choose(attention="sdpa")  # a GPU if there is one; this attention works well without torch.compile
+    # A GPU if there is one, the faster arithmetic on a CPU; this attention works well without torch.compile.
+    machine = choose(attention="sdpa", model=recipe.model)
 
     _, _, val_losses = train(recipe, tokens, machine, args.seed)
     final = val_losses[recipe.schedule.total]
@@ -75,7 +76,7 @@ def train(
         model.store_matrices(torch.bfloat16)
 
     # Optimizers. Muon or NorMuon for the matrices inside the blocks, Adam for all else; they step as one.
-    optimizer = build_optimizer(model.named_parameters(), recipe.optim)
+    optimizer = build_optimizer(model.named_parameters(), recipe.optim, dtype=machine.dtype)
 
     # Schedule. All that changes during a run is in schedule.at(step). The number of steps is fixed beforehand: a run
     # that stops as soon as its loss looks good has picked a lucky moment.

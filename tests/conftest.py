@@ -9,9 +9,16 @@ import torch
 from speedrun.data.shards import TokenFolder, write_shard
 from speedrun.data.tokenizer import Tokenizer
 from speedrun.files import write_atomic
-from speedrun.train.device import amx_works, cpu_flags
+from speedrun.train import arithmetic
 
 torch.set_num_threads(1)  # the suite runs in two workers on two cores
+
+
+choose_on_cpu = arithmetic.choose_on_cpu
+
+
+def float32_for_tests(*_: object) -> tuple[torch.dtype, str]:
+    return torch.float32, "pinned by the tests"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -19,8 +26,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    if "amx_bf16" in cpu_flags():
-        amx_works()  # keeps bf16 matmuls alive where AMX is listed but refused; the workers inherit the answer
+    arithmetic.choose_on_cpu = float32_for_tests  # the same bits everywhere; tests of trials call the original
+    if arithmetic.lists_amx():
+        # Keeps bf16 matmuls alive where AMX is listed but refused; the workers inherit the answer.
+        arithmetic.amx_works()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,6 +1,7 @@
 """The command line: mistakes cost a sentence, runs end in a summary, and nothing that was interrupted is lost."""
 
 import dataclasses
+import importlib
 import json
 import os
 import re
@@ -250,7 +251,8 @@ def test_a_mistake_costs_one_sentence_and_changes_nothing(
 def test_a_process_told_nonsense_says_so_and_ends_with_2(tmp_path: Path) -> None:
     asked = process("train", "--recipe", "adam", cwd=tmp_path)
     out, err = asked.communicate()
-    assert (asked.returncode, out) == (2, "")
+    assert asked.returncode == 2
+    assert {line.split(",")[0] for line in out.splitlines()} == {"loading torch"}
     assert err == "speedrun: Unknown recipe 'adam'. Did you mean 'adamw'?\n"
 
 
@@ -560,7 +562,7 @@ def test_ctrl_c_saves_and_prints_the_command_that_continues_to_the_same_bits(
     assert running.returncode == 130, err
     assert read_result(folder).status == "interrupted"
     said = out.partition("Stopped and saved. To continue:\n")[2].strip()
-    assert said == "speedrun train --resume 'my run' --dtype float32"
+    assert said == "speedrun train --resume 'my run'"
     again = process(*shlex.split(said)[1:], cwd=tmp_path)
     out, err = again.communicate()
     assert again.returncode == 0, err
@@ -733,3 +735,78 @@ def test_the_schedules_of_a_recipe_are_drawn(speedrun: Speedrun) -> None:
     assert "schedules drawn in picture.svg" in done.out
     assert Path("picture.svg").read_text().startswith("<svg")
     assert speedrun("recipes", "show", "adamw", "--plot", "picture.svg/inside.svg").code == 2
+
+
+# -------------------------------------------------------------------- quickly
+
+QUICK = [*TINY, "--save", "False", "--sample", "False"]
+
+
+def test_help_is_there_before_torch() -> None:
+    script = "import sys; from speedrun.cli import main; sys.exit(main(['--help']) or 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "train one model to a track's target" in done.stdout
+
+
+def test_every_command_that_help_names_is_there() -> None:
+    for name in cli.COMMANDS:
+        assert callable(getattr(importlib.import_module(f"speedrun.cli.{cli.COMMANDS[name][0]}"), name))
+
+
+def test_a_process_says_something_before_it_has_loaded_torch(tokens: TokenFolder, tmp_path: Path) -> None:
+    with process("train", "--data", tokens.path, *QUICK, "--steps", "2", "--dtype", "float32", cwd=tmp_path) as running:
+        out, errors = running.communicate()
+    assert running.returncode == 0, errors
+    assert out.startswith("loading torch\n")
+
+
+def test_steps_scales_the_whole_schedule(speedrun: Speedrun, tokens: TokenFolder) -> None:
+    flags = ["train", "--data", tokens.path, "--recipe", "normuon", "--model.width", "32", "--model.heads", "2"]
+    flags += ["--threads", "1", "--save", "False", "--sample", "False", "--out", "run"]
+    done = speedrun(*flags, "--steps", "5", "--schedule.steps", "7")
+    assert done.code == 2
+    assert "--steps 5 scales the whole schedule; drop --schedule.steps." in done.err
+    assert speedrun(*flags, "--steps", "5").code == 0
+    assert read_result(Path("run")).steps == 5
+    assert len(read_metrics(Path("run"), "train")) == 5
+
+
+@pytest.mark.parametrize(
+    ("flags", "compiled"),
+    [
+        ([], False),
+        (["--no-compile"], False),
+        (["--compile", "False"], False),
+        (["--compile"], True),
+        (["--schedule.steps", "100"], True),
+    ],
+)
+def test_a_short_run_on_a_cpu_is_not_compiled_unless_asked(
+    flags: list[str], compiled: bool, speedrun: Speedrun, tokens: TokenFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr("speedrun.train.loop.compiled", lambda model, wanted, *_: asked.append(wanted) or (model, None))
+    undecided = shlex.split(shlex.join(QUICK).replace("--compile False", ""))
+    steps = [] if "--schedule.steps" in flags else ["--schedule.steps", "2"]
+    done = speedrun("train", "--data", tokens.path, *undecided, *steps, *flags, "--out", "run")
+    assert done.code == 0, done.err
+    assert asked == [compiled]
+    assert ("sooner done without it; --compile uses it" in done.out) == (flags == [])
+
+
+def test_a_loss_on_some_validation_tokens_is_not_compared_with_the_target(
+    speedrun: Speedrun, tokens: TokenFolder
+) -> None:
+    flags = ["train", "--data", tokens.path, *EIGHT, "--target", "9"]
+    done = speedrun(*flags, "--val-tokens", "64", "--out", "few")
+    assert done.code == 0
+    assert "on the first 64 tokens of the validation split (no target)" in done.out
+    whole = speedrun(*flags, "--out", "all")
+    assert "target       9 reached" in whole.out
+    assert read_result(Path("few")).val_loss != read_result(Path("all")).val_loss
+    for flag, says in (("0", "--val-tokens is 0; it must be at least 1."), ("99999", "Validation on 99999 predicted")):
+        done = speedrun(*flags, "--val-tokens", flag, "--out", "bad")
+        assert done.code == 2
+        assert says in done.err
+        assert not Path("bad").exists()

@@ -120,7 +120,7 @@ def test_it_runs_as_a_user_runs_it(tmp_path: Path) -> None:
     ("args", "said"),
     [
         (["--recipe", "normoun"], "Unknown recipe 'normoun'. Did you mean 'normuon'?"),
-        (["--steps", "0"], "schedule.steps is 0; it must be at least 1."),
+        (["--steps", "0"], "--steps is 0; this schedule needs at least 2."),
         ([], "pocket data is not prepared; run `speedrun data prepare`"),
     ],
 )

@@ -12,7 +12,7 @@ from speedrun.files import home
 from speedrun.model.head import describe_fp8
 from speedrun.tracks import TRACKS
 from speedrun.train import telemetry
-from speedrun.train.device import choose, compiler_problem
+from speedrun.train.device import Machine, compiler_problem
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,7 @@ class Finding:
     """False: something is missing; `why` says how to get it."""
 
 
-def examine(
-    device: str = "auto", dtype: str = "auto", threads: int | None = None, attention: str = "auto"
-) -> list[Finding]:
-    machine = choose(device, dtype, threads, attention)
+def examine(machine: Machine) -> list[Finding]:
     hardware = telemetry.snapshot()
     processor = str(hardware.get("cpu_model", "unknown CPU"))
     problem = compiler_problem()
@@ -36,7 +33,7 @@ def examine(
         Finding("torch", torch.__version__, "CUDA build" if torch.version.cuda else "CPU build"),
         Finding("processor", processor, telemetry.summary(hardware).removeprefix(f"{processor}, ")),
         Finding("device", str(machine.device), machine.device_reason),
-        Finding("arithmetic", str(machine.dtype).removeprefix("torch."), machine.dtype_reason),
+        Finding("arithmetic", machine.dtype_name, machine.dtype_reason),
         Finding("threads", str(machine.threads), machine.threads_reason),
         Finding("attention", machine.attention, machine.attention_reason),
         Finding("8-bit head", *describe_fp8(machine.device)),

@@ -26,6 +26,7 @@ from speedrun.data.shards import TokenFolder, TokenInfo, write_shard
 from speedrun.errors import UserError
 from speedrun.recipes import get_recipe
 from speedrun.train import run
+from speedrun.train.config import Options
 from speedrun.train.runlog import RunData
 
 ONE, TWO = fineweb.train_name(1), fineweb.train_name(2)
@@ -400,7 +401,8 @@ def test_a_run_can_go_on_when_more_chunks_or_their_hashes_have_come(
     fetch(2)
     known = run.hashes(fineweb.load())
     old = {fineweb.VAL: "", ONE: known[ONE]}  # the one put there by hand, and the second chunk not there yet
-    about = SimpleNamespace(recipe=recipe, track="short", target=3.28, seed=0, data=RunData("", old))
+    options = Options(val_tokens=track.val_tokens)
+    about = SimpleNamespace(recipe=recipe, track="short", target=3.28, seed=0, data=RunData("", old), options=options)
     monkeypatch.setattr(run, "read_run", lambda path: about)
     assert run.obstacle(tmp_path, recipe, track, 0) is None
     old[ONE] = "f" * 64

@@ -26,6 +26,7 @@ from tests.distributed.test_training import FLAGS, metrics
 ACCIDENT = """
 import os, signal, sys, time
 from speedrun.cli import main
+from speedrun.errors import UserError
 from speedrun.train.loop import Trainer
 
 kind, rank, step = sys.argv[1], sys.argv[2], int(sys.argv[3])
@@ -43,7 +44,13 @@ def accident(self, stage, loss):
             time.sleep(1000)
         raise KeyError("an accident")
 
+def mistake(self, saved):
+    time.sleep(1.5 if os.environ["RANK"] == rank else 0)
+    raise UserError("a mistake that all ranks find, one of them late")
+
 Trainer.log_step = accident
+if kind == "mistaken":
+    Trainer.run = mistake
 sys.exit(main(["train", *sys.argv[4:]]))
 """
 
@@ -87,6 +94,17 @@ def test_all_ranks_end_and_one_sentence_says_why(kind: str, sentence: str, flags
     assert sentence in told(done)[0]
     assert done.seconds < 60
     assert not (tmp_path / "run" / "result.json").exists(), "so that it can be resumed"
+
+
+def test_ranks_that_find_a_mistake_leave_nothing_behind_even_if_the_first_is_the_last(
+    flags: list[str], tmp_path: Path
+) -> None:
+    """torchrun kills the ranks that are left as soon as one has ended; rank 0 has a folder to remove before."""
+    done = torchrun(tmp_path, ("mistaken", 0, 0), *flags)
+    assert done.returncode == 1, "torchrun's own"
+    assert len(told(done)) == 1, done.stderr
+    assert "a mistake that all ranks find" in told(done)[0]
+    assert not (tmp_path / "run").exists()
 
 
 def children(pid: int) -> list[int]:

@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import os
 import re
 import subprocess
 import sys
@@ -12,8 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from speedrun.optim import Adam, Combined, Muon, NorMuon, Snoo, route
+from tests.distributed.ranks import together
 from tests.optim.test_muon import give, parameters
 
 
@@ -405,41 +406,23 @@ def test_names_that_do_not_fit_are_named() -> None:
         two.load_state_dict(one.state_dict())
 
 
-DDP = """
-import os, sys, torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from tests.optim.test_manners import build, fresh
-import torch.nn.functional as F
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-model = fresh()
-ddp = DistributedDataParallel(model)
-optimizer = build("snoo", model)
-for step in range(4):
-    ids = torch.randint(0, 11, (4, 6), generator=torch.Generator().manual_seed(step)).chunk(2)[dist.get_rank()]
-    optimizer.zero_grad()
-    F.cross_entropy(ddp(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
-    optimizer.step()
-if dist.get_rank() == 0:
-    torch.save(model.state_dict(), sys.argv[1])
-dist.destroy_process_group()
-"""
+def trained_under_ddp(rank: int, size: int) -> dict[str, torch.Tensor]:
+    model = fresh()
+    ddp = DistributedDataParallel(model)
+    optimizer = build("snoo", model)
+    for step in range(4):
+        ids = torch.randint(0, 11, (4, 6), generator=torch.Generator().manual_seed(step)).chunk(size)[rank]
+        optimizer.zero_grad()
+        F.cross_entropy(ddp(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
+        optimizer.step()
+    return model.state_dict()
 
 
 def test_it_works_under_ddp(tmp_path: Path) -> None:
     """Two processes with half of the rows each equal one process with all of them."""
-    script = tmp_path / "ddp.py"
-    script.write_text(DDP)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    repo = Path(__file__).parents[2]
-    paths = os.pathsep.join([str(repo / "src"), str(repo)])  # or an installed package would be tested instead
-    subprocess.run(
-        [*command, str(tmp_path / "out.pt")],
-        check=True, capture_output=True, cwd=repo, env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    states = together(tmp_path, 2, trained_under_ddp)
     alone = fresh()
     train(alone, build("snoo", alone), range(4))
-    together = fresh(1)
-    together.load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True))
-    for p, q in zip(alone.parameters(), together.parameters(), strict=True):
-        torch.testing.assert_close(p, q, atol=2e-4, rtol=1e-3)
+    for state in states:
+        for name, p in alone.named_parameters():
+            torch.testing.assert_close(p.detach(), state[name], atol=2e-4, rtol=1e-3)

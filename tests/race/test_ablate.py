@@ -226,6 +226,7 @@ def test_jobs_share_the_cores(held_out: TokenFolder, speedrun: Speedrun, monkeyp
     [
         ("--nproc 0", "--nproc is 0; it must be at least 1."),
         ("--nproc 3", "There are 3 ranks, but a step has only 2 rows to deal out; start at most 2"),
+        ("--set schedule.steps=20 model.fp8_head=True schedule.rows=4096", "rounds to zero in 8-bit floats"),
         ("--jobs 0", "--jobs is 0; it must be at least 1."),
         ("--switches qk-nrom", "There is no switch 'qk-nrom'. Did you mean 'qk-norm'?"),
         ("--switches smear", "Recipe 'adamw' does not use 'smear'; it has"),

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from speedrun.data.shards import TokenFolder
-from speedrun.race.children import Children, Terminated, terminable, was_stopped
+from speedrun.errors import Terminated
+from speedrun.race.children import Children, terminable, was_stopped
 from speedrun.train.runlog import read_result
 from tests.race.conftest import SMALL
 from tests.race.test_race import start, wait_for
@@ -71,8 +72,9 @@ def test_a_process_that_takes_its_time_to_end_is_waited_for(monkeypatch: pytest.
     def interrupt() -> None:
         while not (tmp_path / "ready").exists():
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.pthread_kill(main.ident or 0, signal.SIGINT)  # another thread that took it would not end the waiting
 
+    main = threading.main_thread()
     threading.Thread(target=interrupt).start()
     ended: list[int] = []
     terminate = subprocess.Popen.terminate

@@ -168,7 +168,7 @@ def test_more_processes_than_gpus_are_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_sweep_hands_it_to_its_trials_and_skips_candidates_with_too_few_rows(
+def test_a_sweep_hands_it_to_its_trials_and_skips_candidates_that_cannot_run(
     held_out: TokenFolder, speedrun: Speedrun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trials: list[list[str]] = []
@@ -179,12 +179,14 @@ def test_a_sweep_hands_it_to_its_trials_and_skips_candidates_with_too_few_rows(
         return row | {"status": "ok", "loss": 1.0, "train_time": 1.0, "tokens": 1}
 
     monkeypatch.setattr(Bench, "execute", execute)
-    line = ["sweep", "--recipe", "adamw", "--data", str(held_out.path), "--fix", *SMALL.split(), "--method", "grid"]
-    code, out, _ = speedrun(*line, "--vary", "schedule.rows=1,4", "--nproc", "2")
+    line = ["sweep", "--recipe", "adamw", "--data", str(held_out.path), "--nproc", "2", "--method", "grid"]
+    fields = [*SMALL.split(), "model.fp8_head=True"]
+    code, out, _ = speedrun(*line, "--fix", *fields, "--vary", "schedule.rows=1,4,4096")
     assert code == 0
     assert [words[words.index("--nproc") + 1] for words in trials] == ["2"]
     assert "skipped" in out
     assert "There are 2 ranks, but a step has only 1 row to deal out" in out
+    assert "rounds to zero in 8-bit floats" in " ".join(out.split())
 
 
 def test_a_challenge_has_as_many_processes_as_the_race(

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from speedrun import cli
 from speedrun.cli.training import Train
@@ -25,6 +26,7 @@ from speedrun.race.evidence import examine
 from speedrun.race.plan import Entry, Plan, flags
 from speedrun.race.race import Course
 from speedrun.recipes import LINEAGE, get_recipe
+from speedrun.train import arithmetic
 from speedrun.train.config import with_fields
 from speedrun.train.runlog import read_metrics, read_run
 from tests.conftest import make_token_folder
@@ -389,3 +391,44 @@ def test_looks_cost_something_and_are_part_of_the_plan(raced: Path, tmp_path: Pa
     write_json(tmp_path / "plan.json", {**read(raced / "plan.json"), "looks": [2, 3]})
     with pytest.raises(UserError, match="was edited: its levels cannot follow from the rest of it"):
         Plan.read(tmp_path)
+
+
+# -------------------------------------------------------------------- arithmetic
+
+
+def test_a_race_decides_its_arithmetic_once_and_both_sides_obey(
+    speedrun: Speedrun, held_out: TokenFolder, here: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bfloat16 only where it is faster for both; a race that goes on keeps to its plan, whatever a trial says then."""
+    answers = [torch.bfloat16, torch.float32]
+    monkeypatch.setattr(arithmetic, "choose_on_cpu", lambda *_: (answers.pop(0), "tried"))
+    race = words("--runs 4 --out race", held_out.path, against_steps=5)
+    code, out, _ = speedrun(*race)
+    assert code in (0, 1)
+    assert "float32 arithmetic" in out
+    assert answers == []
+    assert Plan.read(Path("race")).settings.dtype == "float32"
+    assert {read_run(run).dtype for run in Path("race/runs").iterdir()} == {"float32"}
+    assert speedrun(*race)[0] == code, "nothing is tried again"
+    code, _, err = speedrun(*race, "--dtype", "bfloat16")
+    assert code == 2
+    assert "The plan in race says --dtype float32, not bfloat16; drop that, or choose another --out." in err
+    answers += [torch.bfloat16, torch.bfloat16]
+    code, out, _ = speedrun(*words("--runs 4 --out other", held_out.path, against_steps=5))
+    assert "bfloat16 arithmetic" in out
+    assert {read_run(run).dtype for run in Path("other/runs").iterdir()} == {"bfloat16"}
+
+
+def test_all_trials_of_a_sweep_share_one_arithmetic(
+    speedrun: Speedrun, held_out: TokenFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = [torch.bfloat16]
+    monkeypatch.setattr(arithmetic, "choose_on_cpu", lambda *_: (answers.pop(0), "tried"))
+    sweep = ["sweep", "--data", str(held_out.path), "--recipe", "adamw", "--budget", "0", "--out", "sweep"]
+    sweep += ["--vary", "optim.lr=0.001,0.002"]
+    for _ in range(2):  # the second time from the plan
+        assert speedrun(*sweep)[0] == 0
+    assert json.loads(Path("sweep/sweep.json").read_text())["asked"]["dtype"] == "bfloat16"
+    code, _, err = speedrun(*sweep, "--dtype", "float32")
+    assert code == 2
+    assert "The plan in sweep says --dtype bfloat16, not float32" in err

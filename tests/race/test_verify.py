@@ -296,6 +296,11 @@ def plan_two_processes(race: Path) -> None:
     edit_plan(race, lambda plan: plan["settings"].update(nproc=2))
 
 
+def use_bfloat16(race: Path) -> None:
+    for run in (race / "runs").iterdir():
+        edit(run / "run.json", lambda about: about.update(dtype="bfloat16"))
+
+
 def use_another_machine(race: Path) -> None:
     edit_metrics(race / "runs/001-A", lambda m: m.update(cpu_model="faster") if m["kind"] == "telemetry" else None)
 
@@ -361,6 +366,7 @@ TAMPERING = {
     resume_a_run: "it was interrupted and resumed",
     use_two_processes: "001-A: it was made with --nproc 2, planned was 1",
     plan_two_processes: "001-A: it was made with --nproc 1, planned was 2",
+    use_bfloat16: "001-A: it was made with --dtype bfloat16, planned was float32",
     use_another_machine: "it ran on another machine or installation: cpu is 'faster'",
     use_another_setting: "were made with different variables",
     validate_on_less: "its option val_tokens is 100",

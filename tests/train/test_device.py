@@ -1,6 +1,5 @@
 """Device and arithmetic: what is chosen, and that finding out cannot hurt."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +11,6 @@ from speedrun import cli
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError
 from speedrun.train import device, distributed
-
-
-@pytest.mark.parametrize(("dies", "works"), [(True, False), (False, True)])
-def test_amx_is_tried_in_a_process_that_may_die(
-    dies: bool, works: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Some virtual machines list AMX and kill whoever uses it."""
-    stand_in = tmp_path / "python"
-    stand_in.write_text("#!/bin/sh\n" + ("kill -ILL $$\n" if dies else "exit 0\n"))
-    stand_in.chmod(0o755)
-    monkeypatch.setattr(device, "cpu_flags", lambda: {"amx_bf16"})
-    monkeypatch.setattr("sys.executable", str(stand_in))
-    monkeypatch.setenv(device.ONEDNN_LIMIT, "")  # so that it is put back whatever happens below
-    monkeypatch.delenv(device.ONEDNN_LIMIT)
-    device.amx_works.cache_clear()
-    chosen = device.choose("cpu", threads=1)
-    assert chosen.dtype == (torch.bfloat16 if works else torch.float32)
-    assert ("illegal instruction" in chosen.dtype_reason) == dies
-    assert os.environ.get(device.ONEDNN_LIMIT) == (None if works else "AVX512_CORE_FP16")
-    device.amx_works.cache_clear()
-    assert device.amx_works() == works, "a child process reads the answer from its environment"
-    device.amx_works.cache_clear()
 
 
 def test_coordinate_descent_is_asked_of_this_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,6 +65,20 @@ def test_every_rank_computes_on_the_gpu_of_its_local_rank(asked: str, monkeypatc
         assert chosen.device == torch.device("cuda", rank)
         assert gpus.current == rank, "the current device, on which streams and events are made"
         assert ("LOCAL_RANK" in chosen.device_reason) == (asked == "cuda:0" and rank > 0)
+
+
+@pytest.mark.parametrize("asked", ["auto", "cuda", "cuda:0"])
+def test_a_launcher_need_not_say_how_many_share_the_machine(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = Gpus(monkeypatch, 2)
+    for rank in range(4):  # on two machines
+        as_rank(monkeypatch, rank, 4)
+        monkeypatch.delenv("LOCAL_WORLD_SIZE")
+        monkeypatch.setenv("LOCAL_RANK", str(rank % 2))
+        assert device.choose(asked, threads=1, attention="sdpa").device == torch.device("cuda", rank % 2)
+        assert gpus.current == rank % 2
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(UserError, match="3 processes were asked for, but torch sees 2 GPUs here"):
+        device.choose(asked, threads=1)
 
 
 def test_one_process_may_name_its_gpu_also_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,6 +150,35 @@ def test_on_the_command_line_they_cost_a_sentence(
         out, err = capsys.readouterr()
         assert (out, err.startswith(says), err.count("\n")) == ("", True, 1), err
         assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", [["train"], ["race", "--target", "3"]])
+@pytest.mark.parametrize("flags", [[], ["--nproc", "2"]])
+@pytest.mark.parametrize(
+    ("device", "says"),
+    [
+        ("cuda", "speedrun: Device 'cuda' was asked for, but torch "),
+        ("cuda:1", "speedrun: Device 'cuda:1' was asked for, but torch "),
+        ("cudax", "speedrun: Unknown device 'cudax'; choose"),
+    ],
+)
+def test_without_a_gpu_it_is_not_their_number_that_is_wrong(
+    device: str,
+    says: str,
+    flags: list[str],
+    command: list[str],
+    tokens: TokenFolder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    line = [*command, "--recipe", "adamw", "--data", str(tokens.path), "--device", device, *flags]
+    assert cli.main(line) == 2
+    _, err = capfd.readouterr()
+    assert next(text for text in err.splitlines() if text.startswith("speedrun: ")).startswith(says), err
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

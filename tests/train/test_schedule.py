@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from speedrun.errors import UserError
-from speedrun.recipes import get_recipe
+from speedrun.recipes import LINEAGE, get_recipe
 from speedrun.train.schedule import ScheduleConfig
 
 
@@ -50,3 +50,18 @@ def test_the_rate_never_jumps_and_never_leaves_its_bounds() -> None:
 def test_impossible_schedules_are_refused(change: dict[str, float]) -> None:
     with pytest.raises(UserError):
         ScheduleConfig(**change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", [*LINEAGE])
+@pytest.mark.parametrize("total", [2, 20, 80, 3000])
+def test_a_scaled_schedule_keeps_the_share_of_everything(name: str, total: int) -> None:
+    for track in LINEAGE[name]:
+        whole = get_recipe(name, track).schedule
+        assert whole.scaled(whole.total) == whole
+        scaled = whole.scaled(total)
+        assert scaled.total == total
+        assert scaled.scaled(total) == scaled
+        for count in ("extension", "momentum_warmup", "momentum_cooldown"):
+            before, after = getattr(whole, count), getattr(scaled, count)
+            assert (before > 0) == (after > 0)
+            assert abs(after - before * total / whole.total) <= 1

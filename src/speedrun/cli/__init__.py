@@ -6,52 +6,52 @@ speedrun train --dry-run            what it would be: memory, time, and whether 
 """
 
 import errno
+import importlib
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 
 import speedrun
-from speedrun.cli.proving import (
-    ablate,
-    challenge,
-    compare,
-    race,
-    records,
-    report,
-    send,
-    stats,
-    sweep,
-    trace,
-    verify,
-)
-from speedrun.cli.telling import data, doctor, recipes, sample, tracks
-from speedrun.cli.training import train
 from speedrun.cli.words import dispatch
-from speedrun.errors import UserError
-from speedrun.race.children import Terminated
-from speedrun.train.distributed import speaks
-from speedrun.train.watch import RankLost
+from speedrun.errors import RankLost, Terminated, UserError, speaks
+from speedrun.train.progress import status
 
-COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
-    "train": (train, "train one model to a track's target"),
-    "sample": (sample, "write text with a trained model"),
-    "tracks": (tracks, "what must be reached, on which tokens"),
-    "recipes": (recipes, "how: list them, or show every field of one"),
-    "data": (data, "prepare, fetch, verify or make token folders"),
-    "sweep": (sweep, "search a recipe's fields within a budget"),
-    "race": (race, "prove a recipe: plan, interleaved runs, verdict, record"),
-    "stats": (stats, "what some losses prove about a target"),
-    "verify": (verify, "recompute a race or record, and say what does not agree"),
-    "challenge": (challenge, "race somebody's record again on this machine"),
-    "records": (records, "the leaderboard"),
-    "ablate": (ablate, "what each switch of a recipe is worth"),
-    "compare": (compare, "losses of several runs by step, token and second"),
-    "report": (report, "one HTML page of a run, race, record, ablation or of all records"),
-    "send": (send, "hand a run to tensorboard, wandb or trackio"),
-    "trace": (trace, "what the processes of a run wait for, or would wait for"),
-    "doctor": (doctor, "what this machine will use, and what is missing"),
+# The room under cli/ that has a command, as a function of the same name, and what `--help` says. A room is imported
+# when its command is called: most of them load torch.
+COMMANDS = {
+    "train": ("training", "train one model to a track's target"),
+    "sample": ("telling", "write text with a trained model"),
+    "tracks": ("telling", "what must be reached, on which tokens"),
+    "recipes": ("telling", "how: list them, or show every field of one"),
+    "data": ("telling", "prepare, fetch, verify or make token folders"),
+    "sweep": ("proving", "search a recipe's fields within a budget"),
+    "race": ("proving", "prove a recipe: plan, interleaved runs, verdict, record"),
+    "stats": ("proving", "what some losses prove about a target"),
+    "verify": ("proving", "recompute a race or record, and say what does not agree"),
+    "challenge": ("proving", "race somebody's record again on this machine"),
+    "records": ("proving", "the leaderboard"),
+    "ablate": ("proving", "what each switch of a recipe is worth"),
+    "compare": ("proving", "losses of several runs by step, token and second"),
+    "report": ("proving", "one HTML page of a run, race, record, ablation or of all records"),
+    "send": ("proving", "hand a run to tensorboard, wandb or trackio"),
+    "trace": ("proving", "what the processes of a run wait for, or would wait for"),
+    "doctor": ("telling", "what this machine will use, and what is missing"),
 }
+TRAINING = ("train", "sweep", "race", "challenge", "ablate")
+
+
+def command(name: str) -> Callable[[Sequence[str]], int]:
+    def call(args: Sequence[str]) -> int:
+        asks = {"-h", "--help"} & {*args}
+        if name in TRAINING and "torch" not in sys.modules and not asks and os.environ.get("RANK", "0") == "0":
+            status.at("loading torch")
+        room = importlib.import_module(f"speedrun.cli.{COMMANDS[name][0]}")
+        status.stop()
+        code: int = getattr(room, name)(args)
+        return code
+
+    return call
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,8 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if args == ["--version"]:
                 print(f"speedrun {speedrun.__version__}")
                 return 0
-            return dispatch("speedrun", {name: call for name, (call, _) in COMMANDS.items()}, args, about)
+            return dispatch("speedrun", {name: command(name) for name in COMMANDS}, args, about)
         finally:
+            status.stop()
             sys.stdout.flush()  # here, where a reader that has left can still be told from a bug
     except UserError as e:
         if speaks(e):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from speedrun.cli.words import console, dispatch, grid, parse, say, with_value
+from speedrun.cli.words import console, dispatch, grid, parse, say
 from speedrun.errors import UserError
 from speedrun.files import write_atomic
 from speedrun.options import unset
@@ -41,7 +41,7 @@ def stats(args: Sequence[str]) -> int:
 
 def verify(args: Sequence[str]) -> int:
     about = "Recompute a race or record from its run folders, and say what does not agree."
-    given = parse(race_room.Verify, "verify", with_value(args, "replay"), about=about)
+    given = parse(race_room.Verify, "verify", args, about=about)
     return race_room.verify(given, console)
 
 
@@ -66,7 +66,7 @@ class Records:
 
 
 def records(args: Sequence[str]) -> int:
-    given: Records = parse(Records, "records", with_value(args, "markdown"), about="The leaderboard of each track.")
+    given: Records = parse(Records, "records", args, about="The leaderboard of each track.")
     tracks = [given.track] if given.track else records_room.tracks(given.root)
     boards = {track: records_room.board(given.root, track) for track in tracks}
     if not any(boards.values()):
@@ -115,7 +115,7 @@ def report(args: Sequence[str]) -> int:
 
 
 def send(args: Sequence[str]) -> int:
-    return send_room.run(parse(send_room.Send, "send", with_value(args, "follow"), about=send_room.__doc__), say)
+    return send_room.run(parse(send_room.Send, "send", args, about=send_room.__doc__), say)
 
 
 def trace(args: Sequence[str]) -> int:

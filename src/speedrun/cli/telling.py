@@ -261,7 +261,7 @@ def sample(args: Sequence[str]) -> int:
 
 def doctor(args: Sequence[str]) -> int:
     given: Machinery = parse(Machinery, "doctor", args, about="What this machine will use and why; what is missing.")
-    findings = doctor_room.examine(given.device, given.dtype, given.threads, given.attention)
+    findings = doctor_room.examine(given.choose(get_recipe(DEFAULT, "pocket")))
     width = max(len(finding.what) for finding in findings)
     for f in findings:
         say(f"ok  {f.what:{width}}  {f.chosen} ({f.why})" if f.good else f"--  {f.what:{width}}  {f.chosen}: {f.why}")

@@ -15,18 +15,22 @@ from speedrun.data.loader import LoaderConfig
 from speedrun.errors import UserError
 from speedrun.model.gpt import GPTConfig
 from speedrun.optim.config import OptimConfig
+from speedrun.optim.pipeline import ORDERS
 from speedrun.options import unset
+from speedrun.race.children import arithmetic_for
 from speedrun.recipes import DEFAULT, default_for, get_recipe
 from speedrun.recipes.published import get_curve
-from speedrun.tracks import Track, get_track, own_track
-from speedrun.train import dryrun
+from speedrun.tracks import TRACKS, Track, get_track, own_track
+from speedrun.train import dryrun, scale
 from speedrun.train import run as run_room
 from speedrun.train.config import Options, PublishedCurve, Recipe, ValidationConfig
 from speedrun.train.device import CompilerConfig, Machine, check_processes, choose
 from speedrun.train.distributed import PATIENCE, is_first, launch, may_restart, ranks, restarted
+from speedrun.train.progress import status
 from speedrun.train.runlog import read_result, read_run
 from speedrun.train.schedule import ScheduleConfig
 
+WORTH_COMPILING = 100  # steps; compiling takes as long as some hundred steps of a small model
 PARTS = ("model", "loader", "optim", "schedule", "validation", "compiler")
 
 
@@ -37,14 +41,15 @@ class Machinery:
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps."""
     dtype: str = "auto"
-    """auto, float32 or bfloat16: the arithmetic of matmuls."""
+    """auto, float32 or bfloat16: the arithmetic of matmuls. On a CPU auto tries both and takes the faster one."""
     threads: Annotated[int | None, unset("INT")] = None
     """CPU threads; default: all usable cores."""
     attention: str = "auto"
     """auto, fa3 (Flash Attention 3), flex (FlexAttention) or sdpa (PyTorch's own)."""
 
-    def choose(self, head_width: int | None = None) -> Machine:
-        return choose(self.device, self.dtype, self.threads, self.attention, head_width)
+    def choose(self, recipe: Recipe) -> Machine:
+        tokens = max(stage.tokens for stage in recipe.schedule.visits())
+        return choose(self.device, self.dtype, self.threads, self.attention, recipe.model, tokens)
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,9 @@ class Train:
     """With --data: the validation loss to reach, in nats per token; default: none."""
     seed: int = 0
     """Draws the initial weights and the order of documents."""
+    steps: Annotated[int | None, unset("INT")] = None
+    """Steps of the run, with everything in the schedule that is counted in steps scaled along; default: the recipe's.
+    `--schedule.steps` changes that field alone."""
     out: Annotated[Path | None, unset("PATH")] = None
     """Run folder; default: a new one under runs/."""
     resume: Annotated[str | None, unset("PATH|auto")] = None
@@ -73,8 +81,12 @@ class Train:
     """Checkpoints kept on disk."""
     micro_rows: Annotated[int | None, unset("INT")] = None
     """Rows per forward pass; default: the whole batch. Halves itself when memory runs out."""
-    compile: bool = True
-    """Use torch.compile where it works."""
+    compile: Annotated[bool | None, unset("{True,False}")] = None
+    """Use torch.compile, which `--no-compile` turns off. Default: where it works, unless a run on a CPU is so short
+    that it is sooner done without."""
+    val_tokens: Annotated[int | None, unset("INT")] = None
+    """Validate on the first so many tokens alone, to try something quickly: such a loss is not compared with the
+    target. Default: what the track says."""
     save: bool = True
     """Write the trained model at the end (outside the clock)."""
     sample: bool = True
@@ -100,7 +112,7 @@ class Train:
     Default: that of the recipe itself, where it has one on this track."""
     dry_run: bool = False
     """Train nothing and write nothing: say what the run would be, its memory and time, and whether it fits (exit code
-    0) or not (2). `--dry-run` alone will do."""
+    0) or not (2)."""
     machine: Annotated[Machinery, tyro.conf.arg(name="")] = field(default_factory=Machinery)
     model: GPTConfig = field(default_factory=GPTConfig)
     """The network."""
@@ -128,11 +140,13 @@ class Train:
         kept = {k: getattr(options, k) for k in ("seed", "compile", "checkpoint_every", "keep", "micro_rows", "plan")}
         kept |= {"save": options.final_checkpoint, "shadow": "shadow" in options.splits}
         kept["curve"] = options.curve.record if options.curve else "none"
-        kept["machine"] = Machinery(threads=about.threads)
+        kept["machine"] = Machinery(dtype=about.dtype, threads=about.threads)
         if about.track == "own":
             kept |= {"data": Path(about.data.folder), "target": about.target}
         else:
             kept["track"] = about.track
+        usual = TRACKS[about.track].val_tokens if about.track in TRACKS else None
+        kept["val_tokens"] = None if options.val_tokens == usual else options.val_tokens
         return recipe, cls.from_recipe(recipe, **kept)
 
     def resolved(self, base: Recipe) -> Recipe:
@@ -140,7 +154,7 @@ class Train:
 
 
 def train(args: Sequence[str]) -> int:
-    args = with_value(with_value(args, "dry-run"), "trace", "20")
+    args = with_value(args, "trace", "20")
     resume = option(args, "resume")
     folder = Path(resume) if resume and resume != "auto" else None
     if folder:
@@ -150,16 +164,24 @@ def train(args: Sequence[str]) -> int:
         base = get_recipe(option(args, "recipe") or default_for(track_name), track_name)
         default = Train.from_recipe(base)
     given: Train = parse(Train, "train", args, default, "Train one model to a track's target; leaves a run folder.")
+    check_options(given)
     recipe = given.resolved(base)
+    if given.steps is not None:
+        if option(args, "schedule.steps"):
+            raise UserError(f"--steps {given.steps} scales the whole schedule; drop --schedule.steps.")
+        recipe = dataclasses.replace(recipe, schedule=recipe.schedule.scaled(given.steps))
     if folder and given.out:
         raise UserError(f"--out {given.out} does not go with --resume {folder}: a run stays in its folder; drop --out.")
-    for name in ("recipe", "track", "curve") if folder else ():
+    for name in ("recipe", "track", "curve", "val_tokens") if folder else ():
         old, new = getattr(default, name), getattr(given, name)
         if old != new:
-            raise UserError(f"{folder} was started with --{name} {old}, not {new}; drop that, or start a new run.")
+            flag = name.replace("_", "-")
+            raise UserError(f"{folder} was started with --{flag} {old}, not {new}; drop that, or start a new run.")
     if given.target is not None and given.data is None:
         raise UserError(f"--target {given.target} goes with --data; the target of track {given.track!r} is fixed.")
     track = own_track(given.data, given.target) if given.data else get_track(given.track)
+    if given.val_tokens is not None:
+        track = dataclasses.replace(track, val_tokens=given.val_tokens, target=None)
     curve = None if folder else get_curve(given.curve, recipe.name, track.name)  # a run that goes on has its own
     if given.max_restarts and given.nproc == 1 and ranks() == 1:
         raise UserError(f"--max-restarts {given.max_restarts} goes with --nproc; one process is resumed with --resume.")
@@ -169,8 +191,23 @@ def train(args: Sequence[str]) -> int:
     if given.nproc != 1 and ranks() == 1 and not given.dry_run:
         if given.max_restarts and not (given.out or given.resume):  # the next attempt must find the run
             args = [*args, "--out", str(run_room.new_run_path(recipe, track, given.seed))]
+        if given.machine.dtype == "auto" and not given.resume:  # decided once, before there are ranks
+            machine = given.machine
+            args = [*args, "--dtype", arithmetic_for(recipe, machine.device, machine.threads, given.nproc)]
         return launch(given.nproc, args, given.max_restarts)
     return run_training(given, recipe, track, curve)
+
+
+def check_options(given: Train) -> None:
+    """Refuse values that no run can have, before there are processes or folders."""
+    for name, least in (("checkpoint_every", 0), ("keep", 1), ("micro_rows", 1), ("trace", 0), ("val_tokens", 1)):
+        value = getattr(given, name)
+        if value is not None and value < least:
+            raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}.")
+    if not 0 <= given.seed < 2**63:
+        raise UserError(f"--seed is {given.seed}; it must lie between 0 and 2**63 - 1.")
+    if given.order not in ORDERS:
+        raise UserError(f"--order is {given.order!r}; it must be one of: {', '.join(ORDERS)}.")
 
 
 def run_training(given: Train, recipe: Recipe, track: Track, curve: PublishedCurve | None) -> int:
@@ -182,15 +219,28 @@ def run_training(given: Train, recipe: Recipe, track: Track, curve: PublishedCur
                 f"no checkpoints on the way: the clock of track {track.name!r} would count them; "
                 f"--checkpoint-every {recipe.validation.every} writes them, for a run that may have to be resumed"
             )
-    for name, least in (("checkpoint_every", 0), ("keep", 1), ("micro_rows", 1), ("trace", 0)):
-        value = getattr(given, name)
-        if value is not None and value < least:
-            raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}.")
-    if not 0 <= given.seed < 2**63:
-        raise UserError(f"--seed is {given.seed}; it must lie between 0 and 2**63 - 1.")
+    if not given.dry_run:  # which says so, with all else that does not fit
+        run_room.obey(recipe, track)
+        scale.check(recipe)
+    if given.dry_run and given.resume:
+        raise UserError(f"--dry-run does not go with --resume {given.resume}: it tells of a new run; drop one.")
+    if may_restart() and not (given.out or given.resume):
+        raise UserError("With restarts every attempt must find the run: pass --out FOLDER.")
+    if restarted() and given.out and has_ended(given.out):
+        return 1  # it has said how; torchrun starts again whatever ended with 1
+    where = None if given.dry_run else folder_to_resume(given, recipe, track)
+    if is_first():
+        status.at("looking at the machine", show=False)
+    machine = (given.machine if where is None else arithmetic_of(where, given.machine)).choose(recipe)
+    compile = given.compile
+    if compile is None:
+        compile = machine.device.type != "cpu" or recipe.schedule.total >= WORTH_COMPILING
+        if not compile and is_first():
+            steps = f"{recipe.schedule.total} step{'s' * (recipe.schedule.total != 1)}"
+            say(f"torch.compile is not used: {steps} are sooner done without it; --compile uses it")
     options = Options(
         given.seed,
-        given.compile,
+        compile,
         every,
         given.keep,
         given.save,
@@ -203,25 +253,10 @@ def run_training(given: Train, recipe: Recipe, track: Track, curve: PublishedCur
         trace=given.trace,
         curve=curve,
     )
-    machine = given.machine.choose(recipe.model.head_width)
     if given.dry_run:
-        if given.resume:
-            raise UserError(f"--dry-run does not go with --resume {given.resume}: it tells of a new run; drop one.")
-        return dry_run(dryrun.examine(recipe, track, machine, options, given.out or Path("runs")))
-    where: Path | None = None
-    if may_restart() and not (given.out or given.resume):
-        raise UserError("With restarts every attempt must find the run: pass --out FOLDER.")
-    if restarted() and given.out and (given.out / "run.json").exists():
-        if (given.out / "result.json").exists() and read_result(given.out).status != "interrupted":
-            return 1  # it had ended already, and has said how; torchrun starts again whatever ended with 1
-        where = given.out
-    elif given.resume == "auto":
-        where = given.out if given.out and (given.out / "run.json").exists() else None
-        where = where or (None if given.out else run_room.newest_unfinished(recipe, track, given.seed, say))
-        if where is None:
-            say("nothing to resume: starting a new run")
-    elif given.resume:
-        where = Path(given.resume)
+        found = dryrun.examine(recipe, track, machine, options, given.out or Path("runs"))
+        status.stop()
+        return dry_run(found)
     if where is not None:
         outcome = run_room.resume(where, recipe, track, machine, options)
     else:
@@ -231,12 +266,40 @@ def run_training(given: Train, recipe: Recipe, track: Track, curve: PublishedCur
     return summarize(outcome, given, machine.device)
 
 
+def has_ended(folder: Path) -> bool:
+    there = (folder / "run.json").exists() and (folder / "result.json").exists()
+    return there and read_result(folder).status != "interrupted"
+
+
+def folder_to_resume(given: Train, recipe: Recipe, track: Track) -> Path | None:
+    """The run that is to go on; None: a new one begins."""
+    there = given.out if given.out and (given.out / "run.json").exists() else None
+    if restarted() and there:
+        return there
+    if given.resume != "auto":
+        return Path(given.resume) if given.resume else None
+    where = there or (None if given.out else run_room.newest_unfinished(recipe, track, given.seed, say))
+    if where is None:
+        say("nothing to resume: starting a new run")
+    return where
+
+
+def arithmetic_of(folder: Path, machine: Machinery) -> Machinery:
+    """A run keeps the arithmetic that it began with, whatever a trial would say today."""
+    began = read_run(folder).dtype
+    if machine.dtype not in ("auto", began):
+        raise UserError(
+            f"{folder} was started with --dtype {began}, not {machine.dtype}; drop that, or start a new run."
+        )
+    return dataclasses.replace(machine, dtype=began)
+
+
 def summarize(outcome: run_room.Outcome, given: Train, device: Any) -> int:
     """What happened, in a few lines. Exit code 0 only for a run that ended well and reached its target, if any."""
     result, target = outcome.result, outcome.target
     if result.status == "interrupted":
         again = ["speedrun", "train", "--resume", str(outcome.folder)]
-        for name in ("device", "dtype", "attention"):
+        for name in ("device", "attention"):
             value = getattr(given.machine, name)
             again += [] if value == "auto" else [f"--{name}", value]
         say(f"Stopped and saved. To continue:\n  {shlex.join(again)}")
@@ -250,7 +313,8 @@ def summarize(outcome: run_room.Outcome, given: Train, device: Any) -> int:
         verdict = "reached" if outcome.reached else "NOT reached"
         say(f"\ntarget       {target:g} {verdict}: validation loss {loss:.4f}")
     else:
-        say(f"\nloss         {loss:.4f} on the validation split (no target)")
+        part = f"the first {given.val_tokens:,} tokens of " if given.val_tokens else ""
+        say(f"\nloss         {loss:.4f} on {part}the validation split (no target)")
     timed = "" if result.timed else " (resumed, so not a time that counts)"
     say(f"trained      {result.train_time:.1f} s on the clock{timed}, {result.steps:,} steps")
     say(f"tokens       {result.tokens:,}, {result.tokens_per_second:,.0f} per second")

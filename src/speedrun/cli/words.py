@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_type_hints
 
 import tyro
 from rich.console import Console
@@ -14,8 +14,16 @@ say = console.print
 
 
 def parse(kind: type, command: str, args: Sequence[str], default: Any = None, about: str | None = None) -> Any:
-    """tyro's parser with our manners: exit code 2 and a named way out for every mistake."""
+    """tyro's parser with our manners: exit code 2 and a named way out for every mistake.
+
+    A switch may be given as `--name True`, as `--name`, and turned off as `--no-name`.
+    """
     extra = {} if default is None else {"default": default}
+    for name, hint in get_type_hints(kind).items():
+        if hint in (bool, bool | None):
+            flag = name.replace("_", "-")
+            args = with_value(args, flag)
+            args = [word for arg in args for word in ((f"--{flag}", "False") if arg == f"--no-{flag}" else (arg,))]
     return tyro.cli(
         kind,
         prog=f"speedrun {command}",

@@ -196,10 +196,12 @@ def build_optimizer(
     named: Iterable[tuple[str, nn.Parameter]],
     config: OptimConfig,
     together: Callable[[list[SpeedrunOptimizer]], torch.optim.Optimizer] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizers of a GPT as one. Each group keeps its base rate as `initial_lr`, and says its `part`.
 
     `together` makes one of them, for ranks that share the work; by default they are combined in this process.
+    `dtype` is the arithmetic of orthogonalisation; None takes what the device is usually fast at.
     """
     parts: dict[str, list[tuple[str, nn.Parameter]]] = {part: [] for part in PARTS}
     for name, parameter in named:
@@ -211,7 +213,7 @@ def build_optimizer(
             inside += parts.pop("gates")
         if config.muon.gates and config.muon.smear_gate:
             inside += parts.pop("smear_gate")
-        members.append(_build_muon(inside, config))
+        members.append(_build_muon(inside, config, dtype))
     groups = []
     for part, inside in parts.items():
         if not inside:
@@ -243,7 +245,7 @@ def build_optimizer(
     return optimizer
 
 
-def _build_muon(inside: list[tuple[str, nn.Parameter]], config: OptimConfig) -> Muon:
+def _build_muon(inside: list[tuple[str, nn.Parameter]], config: OptimConfig, dtype: torch.dtype | None) -> Muon:
     m = config.muon
     per_step = m.method == "newton-schulz-per-step"
     options: dict[str, Any] = {
@@ -251,7 +253,7 @@ def _build_muon(inside: list[tuple[str, nn.Parameter]], config: OptimConfig) -> 
         "method": "newton-schulz" if per_step else m.method, "steps": m.steps,
         "coefficients": NEWTON_SCHULZ_PER_STEP if per_step else None, "scale": m.scale,
         "weight_decay": m.weight_decay, "decay": m.decay, "decay_by": m.decay_by, "update_ema": m.update_ema,
-        "exact_bf16": config.weights == "exact-bf16",
+        "exact_bf16": config.weights == "exact-bf16", "dtype": dtype,
     }  # fmt: skip
     if config.matrices == "normuon":
         options["beta2"] = m.beta2

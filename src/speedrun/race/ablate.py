@@ -31,11 +31,13 @@ from speedrun.race import plan as plans
 from speedrun.race.children import Children, last_words
 from speedrun.race.race import side
 from speedrun.race.statistics import Effect, effect, holm
-from speedrun.race.sweep import ROWS, RowLog, keep_to
+from speedrun.race.sweep import ROWS, RowLog, keep_to, with_arithmetic
 from speedrun.recipes import DEFAULT, get_recipe
 from speedrun.tracks import get_track, own_track
+from speedrun.train import scale
 from speedrun.train.config import Recipe, fields_of, with_fields
-from speedrun.train.device import check_processes, usable_cores
+from speedrun.train.device import check_processes
+from speedrun.train.load import usable_cores
 from speedrun.train.run import check_ranks, fit_to_tokens
 from speedrun.train.runlog import read_result, source_sha256
 
@@ -129,6 +131,8 @@ class Ablate:
     """CPU threads of each process; default: all usable cores, shared by all processes of all jobs."""
     jobs: int = 1
     """Runs at a time."""
+    dtype: str = "auto"
+    """auto, float32 or bfloat16: the arithmetic of matmuls, the same in all runs."""
     compile: bool = True
     """Use torch.compile where it works."""
     markdown: Annotated[Path | None, unset("FILE.md")] = None
@@ -193,7 +197,9 @@ def run(given: Ablate, console: Console) -> list["Line"]:
     recipe = with_fields(recipe, {"validation.first": False, "validation.every": 10**6})
     entrants = variants(recipe, given)
     for entrant in entrants.values():
+        scale.check(entrant)
         check_ranks(entrant, given.nproc)
+    given = with_arithmetic(given, given.out / PLAN, AblationPlan, recipe, given.jobs)
     plan = AblationPlan(given, recipe, track.files, tuple(entrants), source_sha256())
     keep_to(given.out / PLAN, plan, "an ablation", free=("seeds", "budget", "out", "markdown", "plot"))
     rows = Rows(given.out / ROWS)
@@ -255,7 +261,7 @@ def execute(given: Ablate, children: Children, name: str, recipe: Recipe, seed: 
     words += ["--nproc", str(given.nproc)] if given.nproc > 1 else []
     threads = given.threads or (max(1, usable_cores() // (given.jobs * given.nproc)) if given.jobs > 1 else None)
     words += ["--threads", str(threads)] if threads else []
-    words += ["--compile", str(given.compile), "--seed", str(seed), "--out", str(folder)]
+    words += ["--dtype", given.dtype, "--compile", str(given.compile), "--seed", str(seed), "--out", str(folder)]
     words += ["--checkpoint-every", "0", "--save", "False", "--sample", "False"]
     began = time.monotonic()
     done = children.run(words)

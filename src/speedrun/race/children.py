@@ -9,11 +9,13 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM."""
+from speedrun.errors import Terminated, UserError
+from speedrun.train.config import Recipe
+from speedrun.train.device import choose
+from speedrun.train.load import usable_cores
 
 
 @contextlib.contextmanager
@@ -80,3 +82,19 @@ class Children:
         if was_stopped(child.returncode):
             raise KeyboardInterrupt  # and so everything ends: that somebody stopped it says nothing about the run
         return subprocess.CompletedProcess(words, child.returncode, out, errors)
+
+
+def arithmetic_for(recipe: Recipe, device: str, threads: int | None, nproc: int, jobs: int = 1) -> str:
+    """What `--dtype auto` means for runs of this recipe that are started from here."""
+    threads = threads or max(1, usable_cores() // (nproc * jobs))
+    tokens = max(stage.tokens for stage in recipe.schedule.visits()) // nproc
+    return choose(device, "auto", threads, model=recipe.model, tokens=tokens).dtype_name
+
+
+def kept_dtype(folder: Path, planned: str, asked: str) -> str:
+    """The arithmetic of what is planned in a folder, which must not be another one than is asked for."""
+    if asked not in ("auto", planned):
+        raise UserError(
+            f"The plan in {folder} says --dtype {planned}, not {asked}; drop that, or choose another --out."
+        )
+    return planned

@@ -143,11 +143,12 @@ def challenge(given: Challenge, console: Console) -> int:
     runs = given.runs or len(theirs.seeds)
     compiled, kind = theirs.settings.compile, "systems" if theirs.kind == "systems" else "full"
     nproc = theirs.settings.nproc if given.nproc is None else given.nproc
+    folder = given.out or Path("races") / f"challenge-{given.folder.resolve().name}"
     asked = Race(
-        data=data, runs=runs, kind=kind, alpha=theirs.alpha, nproc=nproc, threads=given.threads, compile=compiled  # type: ignore[arg-type]
+        data=data, runs=runs, kind=kind, alpha=theirs.alpha, nproc=nproc, threads=given.threads, compile=compiled,  # type: ignore[arg-type]
+        dtype=race.planned_dtype(folder, "auto"),
     )  # fmt: skip
     sides = {side: (theirs.labels[side], recipe) for side, recipe in theirs.recipes.items()}
-    folder = given.out or Path("races") / f"challenge-{given.folder.resolve().name}"
 
     def plan(created: str) -> Plan:
         return race.of_sides(asked, sides, track, created, theirs.labels.get("both", ""))

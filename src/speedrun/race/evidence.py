@@ -121,6 +121,8 @@ def _belongs(run: Run, plan: Plan, plan_sha256: str, source: Path, recipe: Recip
             yield f"its option {name} is {getattr(options, name)!r}, a run of this race has {value!r}"
     if about.ranks != plan.settings.nproc:
         yield f"it was made with --nproc {about.ranks}, planned was {plan.settings.nproc}"
+    if plan.settings.dtype not in ("auto", about.dtype):
+        yield f"it was made with --dtype {about.dtype}, planned was {plan.settings.dtype}"
     if about.interruptions or run.result.resumed:
         yield "it was interrupted and resumed, so its time does not count"
     if about.source_sha256 != plan.source_sha256:
@@ -326,7 +328,7 @@ def _alike(runs: list[Run]) -> Iterator[str]:
     """Beside the plan's machine, whatever else can change speed or arithmetic is the same in all runs."""
     for run in runs[1:]:
         first = runs[0]
-        for name in ("git", "threads"):
+        for name in ("git", "threads", "dtype"):
             if getattr(run.about, name) != getattr(first.about, name):
                 yield f"{run.entry.name} and {first.entry.name} were made with different {name}"
         for name in ("packages", "variables", "threads"):

@@ -44,10 +44,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Settings:
-    """As asked for, the same for all runs."""
+    """The same for all runs."""
 
     device: str = "auto"
     dtype: str = "auto"
+    """The arithmetic; `auto` is decided before a plan is written, so only earlier versions' plans have it."""
     threads: int | None = None
     attention: str = "auto"
     compile: bool = True

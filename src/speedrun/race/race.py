@@ -23,7 +23,7 @@ from speedrun.errors import UserError, nearest
 from speedrun.files import locked, sha256_file, write_atomic, write_json
 from speedrun.options import unset
 from speedrun.race import plan as plans
-from speedrun.race.children import last_words, was_stopped
+from speedrun.race.children import arithmetic_for, kept_dtype, last_words, was_stopped
 from speedrun.race.evidence import INTERRUPTED, MANIFEST, RUNS, Run, examine_run, write_manifest
 from speedrun.race.plan import PLAN, Entry, Plan, Settings
 from speedrun.race.statistics import ALPHA, FEWEST
@@ -147,6 +147,9 @@ def draw_up(given: Race, created: str | None = None) -> Plan:
 
 def of_sides(given: Race, sides: dict[str, tuple[str, Recipe]], track: Track, created: str, both: str) -> Plan:
     check_settings(given.device, given.dtype, given.nproc)
+    if given.dtype == "auto":
+        sides_say = {arithmetic_for(recipe, given.device, given.threads, given.nproc) for _, recipe in sides.values()}
+        given = dataclasses.replace(given, dtype="bfloat16" if sides_say == {"bfloat16"} else "float32")
     tokens = track.locate()
     assert track.target is not None
     recipes = {name: fit_to_tokens(recipe, tokens, track) for name, (_, recipe) in sides.items()}
@@ -361,8 +364,14 @@ def hold(given: Race, console: Console) -> tuple[Path, dict[str, Any]]:
     folder = given.out or default_folder(given)
     if folder.is_dir() and not (folder / PLAN).exists() and any(not p.name.startswith(".") for p in folder.iterdir()):
         raise UserError(f"{folder} already holds files that are no race; choose another --out.")
+    given = dataclasses.replace(given, dtype=planned_dtype(folder, given.dtype))
     wanted = draw_up(given)
     return folder, start(folder, wanted, console, lambda created: draw_up(given, created))
+
+
+def planned_dtype(folder: Path, asked: str) -> str:
+    """A race that goes on keeps the arithmetic of its plan, whatever a trial would say today."""
+    return kept_dtype(folder, Plan.read(folder).settings.dtype, asked) if (folder / PLAN).exists() else asked
 
 
 def start(folder: Path, wanted: Plan, console: Console, again: Callable[[str], Plan]) -> dict[str, Any]:
@@ -378,7 +387,8 @@ def start(folder: Path, wanted: Plan, console: Console, again: Callable[[str], P
         else:
             stored = wanted
             stored.write(folder)
-        console.print(f"plan: {folder / PLAN}, {len(stored.entries)} runs in the order {order(stored)}")
+        how = f"{len(stored.entries)} runs in the order {order(stored)}, {stored.settings.dtype} arithmetic"
+        console.print(f"plan: {folder / PLAN}, {how}")
         try:
             verdict = Course(folder, stored, console, lock).run()
         except KeyboardInterrupt:

@@ -48,8 +48,8 @@ def replay(run: Run, plan: Plan, steps: int, data: Path | None) -> Replay:
     total = recipe.schedule.total
     if not 1 <= steps <= total:
         raise UserError(f"--steps is {steps}; the run has {total}, so choose 1 to {total}.")
-    threads = run.about.threads
-    machine = choose(settings.device, settings.dtype, threads, settings.attention, recipe.model.head_width)
+    about = run.about
+    machine = choose(settings.device, about.dtype, about.threads, settings.attention, recipe.model)
     options = Options(run.entry.seed, settings.compile, final_checkpoint=False, val_tokens=plan.val_tokens)
     with tempfile.TemporaryDirectory() as temporary:
         scratch = RunFolder.create(Path(temporary) / "replay", {}, console=lambda line: None)

@@ -8,6 +8,7 @@ shapes of different speed are compared fairly. Every trial is a process of its o
 the same command continues where it was stopped. Only the validation split is ever read.
 """
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -28,11 +29,12 @@ from rich.table import Table
 
 from speedrun.errors import UserError, nearest
 from speedrun.files import DELETE, explained, from_json, read_json, read_lines, write_atomic, write_json
-from speedrun.race.children import Children, last_words
+from speedrun.race.children import Children, arithmetic_for, kept_dtype, last_words
 from speedrun.recipes import DEFAULT, get_recipe
 from speedrun.tracks import get_track, own_track
+from speedrun.train import scale
 from speedrun.train.config import Recipe, fields_of, with_fields
-from speedrun.train.device import check_processes
+from speedrun.train.device import check_processes, check_settings
 from speedrun.train.run import check_ranks
 from speedrun.train.runlog import plain, read_metrics, read_result
 
@@ -78,6 +80,8 @@ class Sweep:
     """Processes of each trial, on this machine."""
     threads: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
     """CPU threads of each process; default: all usable cores, shared by the processes."""
+    dtype: str = "auto"
+    """auto, float32 or bfloat16: the arithmetic of matmuls, the same in all trials."""
 
 
 @dataclass
@@ -183,6 +187,7 @@ class Bench:
 
     def full_steps(self, changes: Fields) -> int:
         recipe = with_fields(self.base, changes)
+        scale.check(recipe)
         check_ranks(recipe, self.given.nproc)
         if self.given.clock is None:
             return recipe.schedule.steps
@@ -255,6 +260,7 @@ class Bench:
         words += ["--data", str(self.given.data)] if self.given.data else []
         words += ["--nproc", str(self.given.nproc)] if self.given.nproc > 1 else []
         words += ["--threads", str(self.given.threads)] if self.given.threads else []
+        words += ["--dtype", self.given.dtype]
         for name, value in fields.items():
             words += [f"--{name.replace('_', '-')}", str(value)]
         return words
@@ -370,6 +376,7 @@ def run(given: Sweep, console: Console) -> int:
         raise UserError(f"--clock {given.clock:g} decides the steps; drop schedule.steps, or --clock.")
     track = own_track(given.data, None) if given.data else get_track(given.track)
     track.locate()
+    given = with_arithmetic(given, given.out / PLAN, SweepPlan, with_fields(base, fixed))
     plan = SweepPlan(given, base, track.files if given.data else {})
     keep_to(given.out / PLAN, plan, "a sweep", free=("budget", "out", "data"))  # tokens are compared by their hashes
     bench = Bench(given, base, fixed, console)
@@ -396,6 +403,17 @@ class SweepPlan:
     asked: Sweep
     base: Recipe
     token_files: dict[str, str]
+
+
+def with_arithmetic(given: Any, file: Path, kind: type, recipe: Recipe, jobs: int = 1) -> Any:
+    """`given` with the arithmetic decided: all runs have the same, also those after a restart."""
+    if file.exists():
+        stored: Any = read_json(file, kind, "Restore it, or choose another --out.")
+        return dataclasses.replace(given, dtype=kept_dtype(file.parent, stored.asked.dtype, given.dtype))
+    check_settings("auto", given.dtype, given.nproc)
+    if given.dtype != "auto":
+        return given
+    return dataclasses.replace(given, dtype=arithmetic_for(recipe, "auto", given.threads, given.nproc, jobs))
 
 
 def keep_to(file: Path, plan: Any, what: str, free: tuple[str, ...]) -> None:

@@ -386,7 +386,7 @@ def flatten_optimizer(
             states[name] = {"shape": list(p.shape), "tensors": tensor_keys, "values": values}
         options, tensor_options = {}, []
         for key, value in group.items():
-            if key in ("params", "param_names"):
+            if key in ("params", "param_names", "dtype"):  # the last is how this machine multiplies
                 continue
             if isinstance(value, Tensor):
                 if members:

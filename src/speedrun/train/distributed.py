@@ -36,7 +36,7 @@ def variable(name: str, least: int, most: float, default: str = "") -> int:
             f"The environment variable {name} is {text!r}; it must be a whole number{limit}. Start processes with "
             "torchrun or --nproc, which set it; for a single process unset RANK."
         )
-        error.mine_to_tell = True  # type: ignore[attr-defined]  # who else would know
+        error.mine_to_tell = True  # who else would know
         raise error
     return int(text)
 
@@ -56,17 +56,13 @@ def neighbours() -> int:
 
 
 def local_rank() -> int:
-    """This process among them."""
-    return variable("LOCAL_RANK", 0, neighbours() - 1, "0") if "RANK" in os.environ else 0
+    """This process among them. Some launchers tell this number, but not how many there are."""
+    most = neighbours() if "LOCAL_WORLD_SIZE" in os.environ else ranks()
+    return variable("LOCAL_RANK", 0, most - 1, "0") if "RANK" in os.environ else 0
 
 
 def is_first() -> bool:
     return rank() == 0
-
-
-def speaks(error: UserError) -> bool:
-    """Whether this rank tells it: of those who met an error together one does, elsewhere one on each machine."""
-    return getattr(error, "mine_to_tell", "RANK" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0")
 
 
 def restarted() -> bool:
@@ -126,7 +122,8 @@ def joined(
         yield team, watch
     except UserError as e:
         watch.leaving(e)
-        e.mine_to_tell = watch.first("told")  # type: ignore[attr-defined]
+        e.mine_to_tell = watch.first("told")
+        watch.wait_for_first()
         raise
     except Exception as e:
         if lost_connection(e):

@@ -33,12 +33,13 @@ from speedrun.optim import Combined, Interleaved, Snoo
 from speedrun.optim.base import NonFiniteGradient, SpeedrunOptimizer
 from speedrun.optim.config import build_optimizer, copy_state, master, set_master
 from speedrun.optim.interleave import Span, Whole
-from speedrun.optim.pipeline import ORDERS, Team
+from speedrun.optim.pipeline import Team
 from speedrun.train import checkpoint, scale, telemetry, trace
 from speedrun.train.clock import Clock, synchronize
 from speedrun.train.config import Options, Recipe
 from speedrun.train.device import Machine, compiled
 from speedrun.train.distributed import Muted
+from speedrun.train.load import Load, Pace, SleepWhileBusy, busy_line
 from speedrun.train.progress import Report
 from speedrun.train.runlog import Result, RunFolder, Status, now, train_line, val_line
 from speedrun.train.schedule import Stage
@@ -109,6 +110,7 @@ class Trainer:
             self.model.named_parameters(),
             recipe.optim,
             self.shared if self.team.size > 1 else None,
+            machine.dtype,
         )
         self.names: dict[nn.Parameter, str] = {p: n for n, p in self.model.named_parameters()}
         self.loss_of, why_not = compiled(self.model, options.compile, self.device, recipe.compiler)
@@ -122,11 +124,11 @@ class Trainer:
         self.asked_to_stop: int | None = None  # the signal that this rank got
         self.stop_signal: int | None = None  # the one on which all ranks have agreed
         self.tokens_seen = 0
+        self.load, self.pace = Load(), Pace()
+        self.told_busy = False
 
     def shared(self, members: Sequence[SpeedrunOptimizer]) -> Interleaved:
         """Several optimizers as one over all ranks."""
-        if self.options.order not in ORDERS:
-            raise UserError(f"--order is {self.options.order!r}; it must be one of: {', '.join(ORDERS)}.")
         spans = self.spans if self.options.trace else None
         divisor = scale.reduced_divisor(self.recipe)
         return Interleaved(self.model, members, order=self.options.order, average=divisor, trace=spans)
@@ -135,7 +137,9 @@ class Trainer:
         self.folder.log(line)
 
     def at(self, doing: str, *, compiling: bool = False) -> None:
-        """Where this rank is, for the case that it gets no further and others wait for it."""
+        """Where this rank is, for the case that it gets no further and others wait for it; and for who is watching."""
+        if compiling:  # other things are short, and shown as steps
+            self.report.at(doing)
         if self.watch is not None:
             self.watch.at(doing, compiling=compiling)
 
@@ -224,8 +228,10 @@ class Trainer:
         """Summed loss of some rows. With gradients it weighs the predicted tokens as the stage says."""
         documents = document_numbers(batch)
         windows = stage.windows and stage.windows.for_rows(batch.inputs.shape[1], self.device)
-        edges = None
+        edges, longest = None, None
         if self.machine.attention == "fa3" and documents is not None:
+            if torch.is_grad_enabled() or self.recipe.validation.cut_documents:
+                longest = self.recipe.loader.max_document
             edges = edges_of(documents).to(self.device)
             torch._dynamo.mark_dynamic(edges, 0)  # one graph for any number of documents
         predict = None
@@ -240,6 +246,7 @@ class Trainer:
                 predict,
                 stage.tied,
                 edges,
+                longest,
             )
 
     def release_memory(self) -> None:
@@ -341,13 +348,15 @@ class Trainer:
 
         def visit() -> None:
             v, schedule = self.recipe.validation, self.recipe.schedule
-            for stage in schedule.visits():
+            what = "warming up" if self.loss_of is self.model else "compiling and warming up"
+            visits = schedule.visits()
+            for k, stage in enumerate(visits):
                 for _ in range(2):
-                    self.at(f"warming up with {stage.rows} rows of {stage.length}", compiling=True)
+                    self.at(f"{what} the training step, stage {k + 1} of {len(visits)}", compiling=True)
                     with contextlib.suppress(NonFiniteLoss):  # an absurd learning rate fails in the run, not here
                         self.step(dataclasses.replace(stage, lr=1e-3), made_up(stage.rows, stage.length))
             for stage in {stage.shape: stage for stage in map(schedule.after, self.validations())}.values():
-                self.at("warming up the validation", compiling=True)
+                self.at(f"{what} the validation", compiling=True)
                 self.model.stretch(stage.windows_so_far)
                 with torch.no_grad():
                     self.micro_loss(made_up(v.rows, v.length), stage).item()
@@ -462,6 +471,10 @@ class Trainer:
 
     def run(self, saved: checkpoint.Checkpoint | None = None) -> Result:
         """Train to the last step; the returned result is also result.json."""
+        with SleepWhileBusy(self.machine.threads if self.device.type == "cpu" else 1):
+            return self._run(saved)
+
+    def _run(self, saved: checkpoint.Checkpoint | None) -> Result:
         self.check_data()
         for line in self.machine.lines():
             self.say(line)
@@ -475,7 +488,9 @@ class Trainer:
         )
         if saved is not None:
             self.micro_rows = saved.state["micro_rows"]  # the warm-up must visit the shapes that the run will have
+        start = time.perf_counter()
         self.warm_up()
+        warm_up = time.perf_counter() - start
         if saved is not None:
             self.restore(saved)
             self.say(f"resumed at step {self.start} from {saved.path.name}; a resumed run is not timed")
@@ -492,6 +507,7 @@ class Trainer:
         finally:
             torch.compiler.set_stance("default")
             self.clock.halt()
+            others = self.load.others()
         if status == "ok" and not math.isfinite(losses[self.options.splits[0]]):
             status, reason = "failed", "the final validation loss is not finite"
             losses = {}
@@ -512,6 +528,8 @@ class Trainer:
             timed=status == "ok" and not self.resumed,
             peak_memory=telemetry.peak_memory_mib(self.device),
             finished=now(),
+            warm_up=warm_up,
+            others=others,
         )
         self.folder.finish(result)
         return result
@@ -521,6 +539,8 @@ class Trainer:
             return {split: self.validate(split, self.steps) for split in self.options.splits}
         losses: dict[str, float] = {}
         validations = set(self.validations())
+        self.tell_if_busy(self.load)
+        self.load = Load()
         self.clock.start()
         if self.start == 0 and 0 in validations:
             self.validation(0)
@@ -561,6 +581,17 @@ class Trainer:
         self.folder.metric({"kind": "train", "step": stage.step, "loss": loss, "lr": stage.lr, "time": seconds})
         self.folder.log(train_line(done, self.steps, loss, 1000 * seconds), show=False)
         self.report.step(done, loss, seconds / done, self.tokens_seen / seconds)
+        slower = self.pace.after(stage.tokens, seconds)
+        if slower:
+            self.say(slower)
+            self.tell_if_busy(self.load)
+
+    def tell_if_busy(self, load: Load) -> None:
+        """Once: afterwards it is known."""
+        line = busy_line(load.others())
+        if line and not self.told_busy:
+            self.say(line)
+            self.told_busy = True
 
     def validation(self, done: int) -> dict[str, float]:
         """Measure and log, while the clock stands still."""
@@ -569,13 +600,17 @@ class Trainer:
         proven = done == self.steps and self.options.plan is not None
         before = self.fingerprint() if proven else ""
         self.at(f"validating after {done} steps", compiling=True)  # it may also be long
+        start = time.perf_counter()
         losses = {split: self.validate(split, done) for split in splits}
+        took = time.perf_counter() - start
         weights = {"weights": [before, self.fingerprint()]} if proven else {}
         loss, seconds, snapshot = losses[splits[0]], self.clock.seconds, telemetry.snapshot()
         self.folder.metric({"kind": "telemetry", "step": max(0, done - 1), **snapshot})
-        self.folder.metric({"kind": "val", "step": done, "loss": loss, "losses": losses, "time": seconds, **weights})
+        measured = {"loss": loss, "losses": losses, "time": seconds, "seconds": took, **weights}
+        self.folder.metric({"kind": "val", "step": done, **measured})
         self.folder.log(val_line(done, self.steps, loss, 1000 * seconds, self.options.curve))
         self.folder.log(telemetry.summary(snapshot), show=False)
+        self.tell_if_busy(self.load)
         self.clock.start()
         return losses
 

@@ -87,6 +87,7 @@ def start(
     with joined(machine.device, options.patience, options.backend) as (team, watch):
         check_ranks(recipe, team.size)
         handshake(team, facts(recipe, tokens, options))
+        machine = as_first(machine, team)
         path = team.everybodys(out or new_run_path(recipe, track, options.seed))[0]
         if team.rank:
             return _train(recipe, track, tokens, machine, options, Muted(path), quietly(recipe), None, team, watch)
@@ -114,6 +115,7 @@ def _start(
         "options": options,
         "machine": machine.lines(),
         "threads": machine.threads,
+        "dtype": machine.dtype_name,
         "ranks": team.size,
     }
     made = [p for p in (path, *path.parents) if not p.exists()]
@@ -155,6 +157,7 @@ def resume(
         if saved is not None:
             check_fits(saved, recipe)
         handshake(team, facts(recipe, tokens, options) | {"checkpoint": None if saved is None else saved.step})
+        machine = as_first(machine, team)
         if team.rank:
             return _train(recipe, track, tokens, machine, options, Muted(path), quietly(recipe), saved, team, watch)
         return _resume(path, recipe, track, tokens, machine, options, quiet, team, watch, saved, notices)
@@ -211,6 +214,11 @@ def check_ranks(recipe: Recipe, ranks: int) -> None:
             f"There are {ranks} ranks, but a step has only {rows} row{'s' * (rows > 1)} to deal out; "
             f"start at most {rows}, or raise the rows of the schedule."
         )
+
+
+def as_first(machine: Machine, team: Team) -> Machine:
+    """All ranks compute in the arithmetic of rank 0: a trial may end differently from one process to the next."""
+    return dataclasses.replace(machine, dtype=getattr(torch, team.everybodys(machine.dtype_name)[0]))
 
 
 def facts(recipe: Recipe, tokens: TokenFolder, options: Options) -> dict[str, Any]:
@@ -278,6 +286,8 @@ def obstacle(path: Path, recipe: Recipe, track: Track, seed: int) -> str | None:
     changed = differences(about.recipe, fit_to_tokens(recipe, tokens, track))
     asked: dict[str, Any] = {"track": track.name, "seed": seed}
     asked |= {"target": track.target} if track.name == "own" else {}
+    if about.options.val_tokens != track.val_tokens:
+        changed.append(f"val_tokens: {about.options.val_tokens} -> {track.val_tokens}")
     changed += [f"{k}: {getattr(about, k)} -> {value}" for k, value in asked.items() if getattr(about, k) != value]
     old, new = about.data.files, hashes(tokens)
     if track.once and recipe.loader.order == "sequential":  # chunks fetched since come after all that the run needs

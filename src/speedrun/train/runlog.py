@@ -79,6 +79,8 @@ class RunInfo:
     environment: dict[str, Any]
     source_sha256: str
     ranks: Positive = 1
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """The arithmetic, as it was chosen or asked for."""
     interruptions: tuple[dict[str, Any], ...] = ()
 
 
@@ -104,6 +106,10 @@ class Result:
     peak_memory: dict[str, float]
     """MiB."""
     finished: datetime
+    warm_up: Seconds | None = None
+    """Seconds before the clock started: compiling, and a visit of every shape."""
+    others: NotNegative | None = None
+    """Cores that other processes kept busy, on average, while the run trained; None: it is not known."""
 
     def __post_init__(self) -> None:
         if (self.status == "ok") != (self.val_loss is not None):
@@ -132,6 +138,8 @@ class ValLine:
     time: Seconds
     weights: tuple[str, str] | None = None
     """Hashes of all weights before and after, in a race: validation must be forward only."""
+    seconds: Seconds = 0.0
+    """That it took, outside the clock; 0: not known."""
 
 
 LINES: dict[str, type] = {"train": TrainLine, "val": ValLine}  # others have whatever the machine offers

@@ -136,6 +136,24 @@ class ScheduleConfig:
         """All steps of a run."""
         return self.steps + self.extension
 
+    def scaled(self, total: int) -> "ScheduleConfig":
+        """The same schedule in `total` steps: what is counted in steps keeps its share of the run."""
+        least = 1 + bool(self.extension)
+        if total < least:
+            raise UserError(f"--steps is {total}; this schedule needs at least {least}.")
+
+        def share(count: int) -> int:
+            return max(1, round(count * total / self.total)) if count else 0
+
+        extension = share(self.extension)
+        return dataclasses.replace(
+            self,
+            steps=total - extension,
+            extension=extension,
+            momentum_warmup=share(self.momentum_warmup),
+            momentum_cooldown=share(self.momentum_cooldown),
+        )
+
     @property
     def tokens(self) -> int:
         return sum(self._rows(s) for s in range(self.total)) * self.length

@@ -43,7 +43,7 @@ def snapshot() -> dict[str, Any]:
     return _present(
         {
             "taken": datetime.now(UTC).isoformat(timespec="seconds"),
-            "cpu_model": _cpu_model(),
+            "cpu_model": cpu_model(),
             "cpu_logical_cores": _usable_cores(),
             "cpu_physical_cores": _physical_cores(),
             "cpu_quota_cores": _quota_cores(),
@@ -143,7 +143,7 @@ def _ask(*command: str, timeout: float = 5.0) -> str | None:
 # --- the processor --------------------------------------------------------------------------------
 
 
-def _cpu_model() -> str | None:
+def cpu_model() -> str | None:
     if sys.platform == "darwin":
         return _ask("sysctl", "-n", "machdep.cpu.brand_string")
     names = _field(_read(_PROC / "cpuinfo") or "", "model name", "Model", "cpu model", "Hardware")

@@ -7,6 +7,8 @@ keeps outside of the ranks, and ends its own rank when waiting has become pointl
 could not.
 """
 
+import contextlib
+import datetime
 import json
 import os
 import sys
@@ -18,16 +20,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from speedrun.errors import RankLost
+
 BEAT = 0.5  # seconds between two signs of life
 SILENCE = 20.0  # seconds without one, and a rank counts as lost: its machine is gone, or the process is stopped
 GRACE = 4.0  # seconds in which a broken connection must be explained
 LONG = 4  # a step may take so many times the patience while it compiles
-
-
-class RankLost(Exception):
-    """Another rank is gone or stuck; the message says which one, where it was, and why as far as that is known."""
-
-    told = False
 
 
 @dataclass
@@ -139,6 +137,15 @@ class Watch:
         text = " ".join(f"{type(error).__name__}: {error}".split())
         with self.lock:
             self.store.compare_set("failed", "", f"rank {self.rank} failed while {self.doing}: {text[:300]}")
+
+    def wait_for_first(self) -> None:
+        """Of ranks that end together rank 0 goes first: it removes the run folder that it had made, and torchrun kills
+        the others as soon as one has ended. An error that rank 0 does not share is waited for in vain."""
+        if self.rank == 0:
+            self.store.set("first left", "")
+            return
+        with contextlib.suppress(dist.DistStoreError):
+            self.store.wait(["first left"], datetime.timedelta(seconds=GRACE))
 
     def explained(self, error: BaseException) -> RankLost:
         """Why a collective failed here: what another rank said before it went, or which one fell silent."""
