@@ -7,7 +7,7 @@ Nothing is run, so nothing here is a time.
     python -m benchmarks.gpu                          all of it, for an H100 and a 4090: about ten minutes
     python -m benchmarks.gpu --only loss              what contains this word
     python -m benchmarks.gpu --kernels --only loss    also compile the Triton kernels to machine code, with ptxas
-    python -m benchmarks.gpu --write                  keep the numbers in numbers.json, beside this file
+    python -m benchmarks.gpu --write                  keep the numbers in the package, in train/gpus.json, for dry runs
 
 Without --write the numbers are compared with those that were kept; the exit code is 1 if one is worse or a graph fails.
 Needs g++ and the package triton.
@@ -22,10 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import pretend
+from speedrun.train.gpus import ATTENTION, GPUS, TABLE
 
-NUMBERS = Path(__file__).with_name("numbers.json")
-BACKENDS = {"h100": "fa3", "a100": "flex", "4090": "flex"}
-ATTENTION = {"fa3": "Flash Attention 3", "flex": "FlexAttention"}
 GROWTH = 1.001  # bytes that are more than this are worse; kernels must not become more at all
 
 
@@ -37,11 +35,12 @@ def measure(device: str, only: list[str], kernels: bool) -> None:
 
     stages.install_stand_in()
     work = {f"loss of {n} token{'s' * (n > 1)}": (lambda n=n: stages.lower_loss(n)) for n in (1, 3)}
-    work |= {case.name: (lambda case=case: stages.lower_stage(case, BACKENDS[device])) for case in stages.cases()}
+    known = {case.name: case.key(ATTENTION[device]) for case in stages.cases()}
+    work |= {case.name: (lambda case=case: stages.lower_stage(case, ATTENTION[device])) for case in stages.cases()}
     for name, function in work.items():
         if only and not any(word in name for word in only):
             continue
-        row: dict[str, Any] = {"device": device, "name": name}
+        row: dict[str, Any] = {"device": device, "name": name, **known.get(name, {})}
         try:
             graphs: list[Lowered] = function()
             for graph in graphs:
@@ -62,7 +61,7 @@ def measure(device: str, only: list[str], kernels: bool) -> None:
 def worse(row: dict[str, Any], kept: dict[str, Any]) -> list[str]:
     """What has grown since the numbers were kept."""
     found = []
-    for part in ("forward", "backward"):
+    for part in ("forward", "backward") if "backward" in kept else ("forward",):
         for what in ("kernels", "products", "bytes"):
             now, before = row[part][what], kept[part][what]
             if now > before * (GROWTH if what == "bytes" else 1):
@@ -78,18 +77,15 @@ def worse(row: dict[str, Any], kept: dict[str, Any]) -> list[str]:
 def line(row: dict[str, Any]) -> str:
     if "failure" in row:
         return f"{row['name']:34} {row['failure']}"
-    f, b = row["forward"], row["backward"]
-    text = (
-        f"{row['name']:34} {f['kernels']:4} + {f['products']:3} {f['bytes'] / 1e9:7.2f}   "
-        f"{b['kernels']:4} + {b['products']:3} {b['bytes'] / 1e9:7.2f}   "
-        f"{row['saved'] / 1e9:6.2f} {row['peak'] / 1e9:6.2f}"
-    )
+    parts = [row[part] for part in ("forward", "backward") if part in row]
+    passes = "   ".join(f"{p['kernels']:4} + {p['products']:3} {p['bytes'] / 1e9:7.2f}" for p in parts)
+    text = f"{row['name']:34} {passes:39}   {row['saved'] / 1e9:6.2f} {row['peak'] / 1e9:6.2f}"
     return text + (f"   {row['compiled']} compiled, shared {row['shared']:,}" if "compiled" in row else "")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", nargs="+", choices=list(pretend.DEVICES), default=["h100", "4090"])
+    parser.add_argument("--devices", nargs="+", choices=list(GPUS), default=["h100", "4090"])
     parser.add_argument("--only", nargs="*", default=[], help="words, one of which is in the name of a case")
     parser.add_argument("--kernels", action="store_true", help="compile the Triton kernels to machine code")
     parser.add_argument("--write", action="store_true", help="keep the numbers")
@@ -98,7 +94,7 @@ def main() -> int:
     if args.inside:
         measure(args.inside, args.only, args.kernels)
         return 0
-    kept = {(row["device"], row["name"]): row for row in json.loads(NUMBERS.read_text())} if NUMBERS.exists() else {}
+    kept = {(row["device"], row["name"]): row for row in json.loads(TABLE.read_text())} if TABLE.exists() else {}
     failed = False
     try:
         environment = pretend.preloaded_environment(Path(tempfile.gettempdir()) / "speedrun-gpu-bench")
@@ -106,7 +102,7 @@ def main() -> int:
         print(f"The bench cannot run here: {e}.", file=sys.stderr)
         return 2
     for device in args.devices:
-        print(f"\n{pretend.DEVICES[device].name}, {ATTENTION[BACKENDS[device]]}; Triton kernels + other operators, GB")
+        print(f"\n{GPUS[device].name}, {ATTENTION[device]}; Triton kernels + other operators, GB")
         print(f"{'':34} {'forward':>18}   {'backward':>18}   {'saved':>6} {'peak':>6}")
         command = [sys.executable, "-m", "benchmarks.gpu", "--inside", device, *["--kernels"] * args.kernels]
         command += ["--only", *args.only] if args.only else []
@@ -124,7 +120,7 @@ def main() -> int:
                     kept[device, row["name"]] = {k: v for k, v in row.items() if k not in ("compiled", "shared")}
                 elif before is None:
                     failed = True
-                    print("  not in numbers.json; --write keeps it")
+                    print("  not in gpus.json; --write keeps it")
                 else:
                     for problem in worse(row, before):
                         failed = True
@@ -133,7 +129,7 @@ def main() -> int:
             print(f"The process for {device} ended with {p.returncode}.", file=sys.stderr)
             return 1
     if args.write:
-        NUMBERS.write_text("[\n" + ",\n".join(json.dumps(row) for row in kept.values()) + "\n]\n")
+        TABLE.write_text("[\n" + ",\n".join(json.dumps(row) for row in kept.values()) + "\n]\n")
     return int(failed)
 
 

@@ -7,58 +7,12 @@ import hashlib
 import os
 import shutil
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from speedrun.train.gpus import GPU, GPUS
+
 SOURCE = Path(__file__).with_name("guard.cpp")
-
-
-@dataclass(frozen=True)
-class Device:
-    """What Inductor and Triton ask a GPU for. Numbers of NVIDIA's data sheets and of the CUDA programming guide."""
-
-    name: str
-    major: int
-    minor: int
-    multi_processor_count: int
-    total_memory: int
-    shared_memory_per_block_optin: int
-    shared_memory_per_multiprocessor: int
-    max_threads_per_multi_processor: int
-    L2_cache_size: int
-    clock_rate: int  # kHz, as the next one
-    memory_clock_rate: int
-    memory_bus_width: int
-    regs_per_multiprocessor: int = 65536
-    max_threads_per_block: int = 1024
-    warp_size: int = 32
-    is_integrated: bool = False
-
-    @property
-    def capability(self) -> int:
-        return 10 * self.major + self.minor
-
-    @property
-    def gcnArchName(self) -> str:
-        return f"sm_{self.capability}"
-
-
-KIB, MIB = 2**10, 2**20
-DEVICES = {
-    "h100": Device(
-        "NVIDIA H100 80GB HBM3", 9, 0, 132, 85_520_809_984, 227 * KIB, 228 * KIB, 2048, 50 * MIB,
-        1_980_000, 2_619_000, 5120,
-    ),
-    "a100": Device(
-        "NVIDIA A100-SXM4-80GB", 8, 0, 108, 85_174_845_440, 163 * KIB, 164 * KIB, 2048, 40 * MIB,
-        1_410_000, 1_593_000, 5120,
-    ),
-    "4090": Device(
-        "NVIDIA GeForce RTX 4090", 8, 9, 128, 25_386_352_640, 99 * KIB, 100 * KIB, 1536, 72 * MIB,
-        2_520_000, 10_501_000, 384,
-    ),
-}  # fmt: skip
 
 
 class Absent(Exception):
@@ -93,7 +47,7 @@ def preloaded_environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "LD_PRELOAD": str(library)}
 
 
-def start(name: str) -> Device:
+def start(name: str) -> GPU:
     """From here on torch believes that it has this GPU. Fake tensors alone may be put on it."""
     import torch
     import torch._dynamo.device_interface as interface
@@ -104,7 +58,7 @@ def start(name: str) -> Device:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from triton.backends.compiler import GPUTarget
 
-    device = DEVICES[name]
+    device = GPUS[name]
     torch.set_num_threads(1)
     # These two would run kernels while they compile.
     inductor.shape_padding = False

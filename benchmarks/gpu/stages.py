@@ -9,9 +9,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.gpu.lower import Lowered, lower
 from speedrun.model import flash
+from speedrun.model.attention import Backend
 from speedrun.model.gpt import GPT
 from speedrun.model.head import softcap, surprise, targets_ahead
 from speedrun.recipes import get_recipe
+from speedrun.train.config import Recipe
+from speedrun.train.memory import graph_of
 from speedrun.train.schedule import Stage
 
 NATIVE = (
@@ -31,41 +34,68 @@ class Case:
     recipe: str
     track: str
     step: int
-    """The first one of the stage."""
+    """The first one of the stage; for a validation, the number of steps before it."""
+    training: bool = True
 
     @property
     def name(self) -> str:
-        return f"{self.recipe} from step {self.step}"
+        return f"{self.recipe} from step {self.step}" if self.training else f"{self.recipe} validation"
+
+    @property
+    def whole(self) -> Recipe:
+        return get_recipe(self.recipe, self.track)
+
+    @property
+    def stage(self) -> Stage:
+        schedule = self.whole.schedule
+        return schedule.at(self.step) if self.training else schedule.after(self.step)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and length of what one of eight GPUs has at once."""
+        v = self.whole.validation
+        return (-(-self.stage.rows // GPUS), self.stage.length) if self.training else (v.rows, v.length)
+
+    def key(self, attention: str) -> dict[str, Any]:
+        """By which the package finds the numbers."""
+        return {
+            "graph": graph_of(self.whole, self.stage, attention, training=self.training),
+            "rows": self.shape[0],
+        }
 
 
 def cases() -> list[Case]:
     """One stage of each graph. Stages that differ in their windows alone have the same one, with another constant."""
     found: dict[tuple[object, ...], Case] = {}
     for name, track in NATIVE:
-        for stage in get_recipe(name, track).schedule.visits():
+        schedule = get_recipe(name, track).schedule
+        for stage in schedule.visits():
             graph = name, stage.rows, stage.length, len(stage.predict), stage.tied
             found.setdefault(graph, Case(name, track, stage.step))
+        found[name,] = Case(name, track, schedule.total, training=False)
     return list(found.values())
 
 
-def lower_stage(case: Case, backend: str) -> list[Lowered]:
-    """Forward and backward pass of the rows that one of eight GPUs has in this stage."""
-    recipe = get_recipe(case.recipe, case.track)
-    stage: Stage = recipe.schedule.at(case.step)
-    rows, packed = -(-stage.rows // GPUS), recipe.loader.packing == "documents"
+def lower_stage(case: Case, attention: Backend) -> list[Lowered]:
+    """Forward and backward pass of the rows that one of eight GPUs has in this stage, or a validation's forward."""
+    recipe, stage, (rows, length) = case.whole, case.stage, case.shape
+    packed = recipe.loader.packing == "documents"
+    longest = recipe.loader.max_document if case.training or recipe.validation.cut_documents else None
     with FakeTensorMode(allow_non_fake_inputs=True):
         with torch.device("cuda:0"):
-            model = GPT(recipe.model, stage.length, backend)  # type: ignore[arg-type]
+            model = GPT(recipe.model, length, attention)
             if recipe.optim.weights != "float32":
                 model.store_matrices(torch.bfloat16)
-            ids = torch.zeros(rows, stage.length, dtype=torch.long)
+            ids = torch.zeros(rows, length, dtype=torch.long)
             documents = torch.zeros_like(ids) if packed else None
-            edges = torch.zeros(DOCUMENTS * rows + 1, dtype=torch.int32) if packed and backend == "fa3" else None
-            predict = torch.zeros(len(stage.predict)) if len(stage.predict) > 1 else None
+            edges = torch.zeros(DOCUMENTS * rows + 1, dtype=torch.int32) if packed else None
+            predict = torch.zeros(len(stage.predict)) if case.training and len(stage.predict) > 1 else None
         if edges is not None:
             torch._dynamo.mark_dynamic(edges, 0)
-        longest = recipe.loader.max_document if edges is not None else None
-        return lower(model, ids, ids, documents, stage.windows, predict, stage.tied, edges, longest)
+        with torch.set_grad_enabled(case.training):
+            return lower(
+                model, ids, ids, documents, stage.windows, predict, stage.tied, edges, longest if packed else None
+            )
 
 
 def lower_loss(tokens: int) -> list[Lowered]:

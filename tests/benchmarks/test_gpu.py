@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 from benchmarks.gpu import pretend
-from benchmarks.gpu.__main__ import NUMBERS, worse
+from benchmarks.gpu.__main__ import worse
+
+from speedrun.train.gpus import GPUS, TABLE
 
 REPO = Path(__file__).parents[2]
-KEPT = {(row["device"], row["name"]): row for row in json.loads(NUMBERS.read_text())}
+KEPT = {(row["device"], row["name"]): row for row in json.loads(TABLE.read_text())}
 
 
 @pytest.fixture(scope="session")
@@ -67,7 +69,7 @@ def test_all_kernels_of_a_stage_compile_to_machine_code(environment) -> None:
     name = "interleaved from step 0"
     (row,) = answers(environment, "-m", "benchmarks.gpu", "--inside", "h100", "--only", name, "--kernels")
     assert "failure" not in row
-    assert row["shared"] <= pretend.DEVICES["h100"].shared_memory_per_block_optin
+    assert row["shared"] <= GPUS["h100"].shared_memory_per_block_optin
 
 
 FAULTS = """

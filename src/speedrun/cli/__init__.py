@@ -55,6 +55,9 @@ def command(name: str) -> Callable[[Sequence[str]], int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
+        # On a GPU the batch grows during a run; blocks of memory that can grow leave fewer gaps. Read when torch loads.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     args = sys.argv[1:] if argv is None else list(argv)
     lines = "\n".join(f"  {name:9} {text}" for name, (_, text) in COMMANDS.items())
     about = f"Train GPTs to a target validation loss as fast as this machine allows, and prove it.\n\n{lines}\n"

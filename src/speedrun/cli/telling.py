@@ -1,17 +1,19 @@
 """Commands that tell or prepare: tracks, recipes, data, sample, doctor."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import tyro
 from rich.table import Column, Table
 
 from speedrun import doctor as doctor_room
+from speedrun import gpu_report
 from speedrun import sample as sample_room
 from speedrun.cli.training import Machinery
-from speedrun.cli.words import console, dispatch, parse, say
+from speedrun.cli.words import console, dispatch, grid, parse, say
 from speedrun.data import encode, fineweb, pocket
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError, nearest
@@ -22,8 +24,10 @@ from speedrun.options import unset
 from speedrun.recipes import DEFAULT, LINEAGE, default_for, get_recipe
 from speedrun.report.schedules import schedule_svg
 from speedrun.tracks import TRACKS, get_track
-from speedrun.train.config import Recipe, fields_of, meanings
-from speedrun.train.device import choose
+from speedrun.train.config import Options, Recipe, fields_of, meanings
+from speedrun.train.device import check_processes, choose
+from speedrun.train.distributed import is_first, joined, launch, ranks
+from speedrun.train.run import check_ranks
 
 # -------------------------------------------------------------------- tracks and recipes
 
@@ -259,10 +263,61 @@ def sample(args: Sequence[str]) -> int:
     return 0
 
 
+@dataclass(frozen=True)
+class Doctor:
+    """What this machine will use and why; what is missing."""
+
+    gpu_report: bool = False
+    """Run a few steps of each kind of a recipe on made-up tokens, and write what was predicted beside what was
+    measured. Meant for a machine with a GPU."""
+    recipe: str = "interleaved"
+    """With --gpu-report: whose steps; `speedrun recipes` lists them."""
+    track: str = "short"
+    """With --gpu-report: in which size."""
+    steps: int = 5
+    """With --gpu-report: timed steps of each kind."""
+    nproc: int = 1
+    """With --gpu-report: processes, one for each GPU."""
+    compile: bool = True
+    """With --gpu-report: use torch.compile."""
+    out: Path = Path("gpu-report.md")
+    """With --gpu-report: the file, to be attached to an issue."""
+    machine: Annotated[Machinery, tyro.conf.arg(name="")] = field(default_factory=Machinery)
+
+
 def doctor(args: Sequence[str]) -> int:
-    given: Machinery = parse(Machinery, "doctor", args, about="What this machine will use and why; what is missing.")
-    findings = doctor_room.examine(given.choose(get_recipe(DEFAULT, "pocket")))
-    width = max(len(finding.what) for finding in findings)
-    for f in findings:
-        say(f"ok  {f.what:{width}}  {f.chosen} ({f.why})" if f.good else f"--  {f.what:{width}}  {f.chosen}: {f.why}")
+    given: Doctor = parse(Doctor, "doctor", args, about="What this machine will use and why; what is missing.")
+    recipe = get_recipe(given.recipe, given.track) if given.gpu_report else get_recipe(DEFAULT, "pocket")
+    if given.steps < 1:
+        raise UserError(f"--steps is {given.steps}; it must be at least 1.")
+    if given.nproc != 1 and not given.gpu_report:
+        raise UserError(f"--nproc {given.nproc} goes with --gpu-report; drop it.")
+    if given.gpu_report and given.machine.device == "auto" and not torch.cuda.is_available():
+        raise UserError(
+            "--gpu-report is for a machine with a GPU, and torch sees none here; --device cpu --track pocket tries it "
+            "on the CPU."
+        )
+    if given.gpu_report and (given.out.is_dir() or not given.out.parent.is_dir()):
+        raise UserError(f"--out {given.out} is a folder, or in a folder that does not exist; name a file.")
+    if given.nproc != 1 and ranks() == 1:
+        check_processes(given.nproc, given.machine.device)
+        check_ranks(recipe, given.nproc)
+        return launch(given.nproc, ["doctor", *args])
+    machine = given.machine.choose(recipe)
+    findings = doctor_room.examine(machine)
+    if not given.gpu_report or is_first():
+        width = max(len(finding.what) for finding in findings)
+        for f in findings:
+            text = (
+                f"ok  {f.what:{width}}  {f.chosen} ({f.why})"
+                if f.good
+                else f"--  {f.what:{width}}  {f.chosen}: {f.why}"
+            )
+            say(text)
+    if given.gpu_report:
+        options = Options(compile=given.compile)
+        with joined(machine.device) as (team, _):
+            gpu_report.write(recipe, machine, options, team, findings, given.out, given.steps, say, grid)
+        if is_first():
+            say(f"report       {given.out}")
     return 0

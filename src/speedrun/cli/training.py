@@ -24,8 +24,10 @@ from speedrun.tracks import TRACKS, Track, get_track, own_track
 from speedrun.train import dryrun, scale
 from speedrun.train import run as run_room
 from speedrun.train.config import Options, PublishedCurve, Recipe, ValidationConfig
-from speedrun.train.device import CompilerConfig, Machine, check_processes, choose
+from speedrun.train.device import CompilerConfig, Machine, by_name, check_processes, choose
 from speedrun.train.distributed import PATIENCE, is_first, launch, may_restart, ranks, restarted
+from speedrun.train.gpus import GPUS
+from speedrun.train.memory import gib
 from speedrun.train.progress import status
 from speedrun.train.runlog import read_result, read_run
 from speedrun.train.schedule import ScheduleConfig
@@ -39,7 +41,7 @@ class Machinery:
     """Where and how it is computed; shared by the commands that compute."""
 
     device: str = "auto"
-    """auto, cpu, cuda, cuda:N or mps."""
+    """auto, cpu, cuda, cuda:N or mps. With --dry-run also a GPU that is not here: h100, a100 or 4090."""
     dtype: str = "auto"
     """auto, float32 or bfloat16: the arithmetic of matmuls. On a CPU auto tries both and takes the faster one."""
     threads: Annotated[int | None, unset("INT")] = None
@@ -47,9 +49,12 @@ class Machinery:
     attention: str = "auto"
     """auto, fa3 (Flash Attention 3), flex (FlexAttention) or sdpa (PyTorch's own)."""
 
+    memory: Annotated[float | None, unset("GB")] = None
+    """GB of a GPU's memory to keep to, of 1e9 bytes; default: all of it."""
+
     def choose(self, recipe: Recipe) -> Machine:
         tokens = max(stage.tokens for stage in recipe.schedule.visits())
-        return choose(self.device, self.dtype, self.threads, self.attention, recipe.model, tokens)
+        return choose(self.device, self.dtype, self.threads, self.attention, recipe.model, tokens, self.memory)
 
 
 @dataclass(frozen=True)
@@ -186,7 +191,8 @@ def train(args: Sequence[str]) -> int:
     if given.max_restarts and given.nproc == 1 and ranks() == 1:
         raise UserError(f"--max-restarts {given.max_restarts} goes with --nproc; one process is resumed with --resume.")
     if ranks() == 1:
-        check_processes(given.nproc, given.machine.device)
+        if not (given.dry_run and given.machine.device in GPUS):
+            check_processes(given.nproc, given.machine.device)
         run_room.check_ranks(recipe, given.nproc)
     if given.nproc != 1 and ranks() == 1 and not given.dry_run:
         if given.max_restarts and not (given.out or given.resume):  # the next attempt must find the run
@@ -194,7 +200,7 @@ def train(args: Sequence[str]) -> int:
         if given.machine.dtype == "auto" and not given.resume:  # decided once, before there are ranks
             machine = given.machine
             args = [*args, "--dtype", arithmetic_for(recipe, machine.device, machine.threads, given.nproc)]
-        return launch(given.nproc, args, given.max_restarts)
+        return launch(given.nproc, ["train", *args], given.max_restarts)
     return run_training(given, recipe, track, curve)
 
 
@@ -231,7 +237,11 @@ def run_training(given: Train, recipe: Recipe, track: Track, curve: PublishedCur
     where = None if given.dry_run else folder_to_resume(given, recipe, track)
     if is_first():
         status.at("looking at the machine", show=False)
-    machine = (given.machine if where is None else arithmetic_of(where, given.machine)).choose(recipe)
+    asked = given.machine if where is None else arithmetic_of(where, given.machine)
+    if given.dry_run and asked.device in GPUS:
+        machine = by_name(asked.device, asked.memory, asked.dtype, asked.attention)
+    else:
+        machine = asked.choose(recipe)
     compile = given.compile
     if compile is None:
         compile = machine.device.type != "cpu" or recipe.schedule.total >= WORTH_COMPILING
@@ -254,7 +264,7 @@ def run_training(given: Train, recipe: Recipe, track: Track, curve: PublishedCur
         curve=curve,
     )
     if given.dry_run:
-        found = dryrun.examine(recipe, track, machine, options, given.out or Path("runs"))
+        found = dryrun.examine(recipe, track, machine, options, given.out or Path("runs"), given.nproc)
         status.stop()
         return dry_run(found)
     if where is not None:
@@ -329,7 +339,7 @@ def summarize(outcome: run_room.Outcome, given: Train, device: Any) -> int:
 
 def dry_run(found: dryrun.DryRun) -> int:
     """Everything known beforehand, in tables; what does not fit comes last, as an error."""
-    size, recipe, memory = dryrun.gib, found.recipe, found.memory
+    size, recipe, memory = gib, found.recipe, found.memory
 
     def over(values: Iterable[float]) -> str:
         return " > ".join(f"{value:.4g}" for value in values) or "-"
@@ -353,27 +363,37 @@ def dry_run(found: dryrun.DryRun) -> int:
         steps = f"{s.first}-{s.last}"
         rows.append((steps, f"{s.rows} x {s.length}", windows, over(s.lr), over(s.momentum), weights, head))
     grid(rows)
-    say("\nmemory")
+    kept = f"for {memory.rows} row{'s' * (memory.rows > 1)} at once, "
+    kept += "from the compiled graph" if memory.measured else "an estimate, not compiled"
+    if memory.measured is None:
+        kept = "not measured"
+    say("\nmemory" + (f" of each of {found.ranks} processes" if found.ranks > 1 else ""))
     grid(
         [
             ("weights", size(memory.weights), "with rotary tables"),
             ("gradients", size(memory.gradients), ""),
             ("optimizer state", size(memory.optimizer), "when it is fullest"),
+            ("transfers", size(memory.transfers), "where gradients of all processes are put together"),
             ("copy of weights", size(memory.warm_up), "during the warm-up"),
             ("this program", size(memory.process), ""),
-            ("activations", size(memory.activations), f"estimate for {memory.rows} rows at once, not compiled"),
+            ("activations", "?" if memory.measured is None else size(memory.activations), kept),
             ("validation", size(memory.validation), "estimate, not at the same time as activations"),
-            ("together", size(memory.total), "of " + ("?" if not found.memory_there else size(found.memory_there))),
+            ("together", size(memory.total), "of " + ("?" if memory.usable is None else size(memory.usable))),
         ]
     )
     say(f"\ndisk         {found.checkpoints} x {size(found.checkpoint)} of checkpoints, {size(found.disk_free)} free")
     per_token = found.flops / recipe.schedule.tokens
     say(f"arithmetic   {per_token / 1e9:.3g} GFLOP per token, {found.flops:.3g} FLOP in all, without the optimizer's")
-    say(f"matmuls      {found.flops_per_second / 1e9:,.0f} GFLOP/s, measured here just now")
-    valid = found.validation_seconds
-    beside = "" if valid is None else f", and about {dryrun.duration(valid)} for validation outside the clock"
-    say(f"time         about {dryrun.duration(found.seconds)}{beside}")
-    say(f"             (an estimate: a training step gets about {dryrun.ATTAINABLE:g} of the speed of bare matmuls)")
+    seconds, valid = found.seconds(found.flops), found.seconds(found.validation_flops or 0)
+    if found.flops_per_second is None or seconds is None:
+        say("time         not known: the device is not here")
+    else:
+        say(f"matmuls      {found.flops_per_second / 1e9:,.0f} GFLOP/s, measured here just now")
+        beside = f", and about {dryrun.duration(valid)} for validation outside the clock" if valid else ""
+        say(f"time         about {dryrun.duration(seconds)}{beside}")
+        say(
+            f"             (an estimate: a training step gets about {dryrun.ATTAINABLE:g} of the speed of bare matmuls)"
+        )
     for note in found.notes:
         say(f"note         {note}")
     if found.problems:

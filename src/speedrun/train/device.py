@@ -17,7 +17,9 @@ from speedrun.model.attention import Backend, choose_backend
 from speedrun.model.config import GPTConfig
 from speedrun.train import arithmetic
 from speedrun.train.distributed import is_first, local_rank, neighbours
+from speedrun.train.gpus import ATTENTION, GPUS
 from speedrun.train.load import usable_cores
+from speedrun.train.telemetry import memory_bytes
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,10 @@ class Machine:
     threads_reason: str
     attention: Backend
     attention_reason: str
+    memory: int | None = None
+    """Bytes of the GPU's memory that may be used; None: all there is."""
+    here: bool = True
+    """False: a GPU by name, for a dry run."""
 
     @property
     def dtype_name(self) -> str:
@@ -70,15 +76,20 @@ def choose(
     attention: str = "auto",
     model: GPTConfig | None = None,
     tokens: int = 2048,
+    memory: float | None = None,
 ) -> Machine:
     """Decide where and how to compute; set torch's current device and thread count before anything uses them.
 
     Values other than 'auto' are obeyed or refused. `model` is what will be computed, on so many `tokens` at a time: not
-    every attention kernel takes every width, and which arithmetic is faster on a CPU depends on the shapes.
+    every attention kernel takes every width, and which arithmetic is faster on a CPU depends on the shapes. `memory` is
+    in GB of 1e9 bytes.
     """
     chosen, why = _choose_device(device)
+    limit = _choose_memory(memory, chosen)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
+        if limit:
+            torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(chosen).total_memory)
         why = torch.cuda.get_device_name(chosen) + why
     if threads is not None and threads < 1:
         raise UserError(f"threads is {threads}; it must be at least 1.")
@@ -92,7 +103,38 @@ def choose(
         found, why_dtype = getattr(torch, dtype), "as asked"
     backend, why_backend = choose_backend(attention, chosen, found, None if model is None else model.head_width)
     torch.set_num_threads(threads)
-    return Machine(chosen, why, found, why_dtype, threads, why_threads, backend, why_backend)
+    return Machine(chosen, why, found, why_dtype, threads, why_threads, backend, why_backend, limit)
+
+
+def by_name(name: str, memory: float | None, dtype: str, attention: str) -> Machine:
+    """A GPU that is not here, for a dry run; what it takes is what `choose` would take there by itself."""
+    gpu = GPUS[name]
+    if dtype not in ("auto", "bfloat16"):
+        raise UserError(f"--dtype {dtype} was not measured for --device {name}; drop it, or pass bfloat16.")
+    backend = ATTENTION[name]
+    if attention not in ("auto", backend):
+        raise UserError(f"--attention {attention} was not measured for --device {name}; drop it, or pass {backend}.")
+    limit = _checked_memory(memory, gpu.total_memory, gpu.name)
+    why = "not here: from the table of compiled graphs"
+    return Machine(
+        torch.device("cuda"), gpu.name, torch.bfloat16, why, 1, why, backend, why, limit or gpu.total_memory, False
+    )
+
+
+def _choose_memory(asked: float | None, device: torch.device) -> int | None:
+    if asked is None:
+        return None
+    if device.type != "cuda":
+        raise UserError(f"--memory {asked:g} is for a GPU, and the device is {device}; drop it.")
+    return _checked_memory(asked, memory_bytes(device) or 0, torch.cuda.get_device_name(device))
+
+
+def _checked_memory(asked: float | None, there: int, name: str) -> int | None:
+    if asked is not None and not 0 < asked * 1e9 <= there:
+        raise UserError(
+            f"--memory is {asked:g} GB, but {name} has {there / 1e9:.1f}; choose more than 0 and at most that."
+        )
+    return None if asked is None else int(asked * 1e9)
 
 
 def _choose_device(asked: str) -> tuple[torch.device, str]:
@@ -102,7 +144,8 @@ def _choose_device(asked: str) -> tuple[torch.device, str]:
     if asked == "auto":
         kind = next((k for k in ("cuda", "mps") if available[k]), "cpu")
     elif kind not in available or (colon and not (kind == "cuda" and number.isdecimal())):
-        raise UserError(f"Unknown device {asked!r}; choose auto, cpu, cuda, cuda:N or mps.")
+        named = f"; with --dry-run also {', '.join(GPUS)}" if asked not in GPUS else f". {asked} goes with --dry-run"
+        raise UserError(f"Unknown device {asked!r}; choose auto, cpu, cuda, cuda:N or mps{named}.")
     if not available[kind]:
         raise _absent(asked)
     why = "as asked" if asked != "auto" else "Apple GPU found" if kind == "mps" else "no CUDA or Apple GPU found"

@@ -187,7 +187,7 @@ class Muted:
 
 
 def launch(processes: int, args: Sequence[str], max_restarts: int = 0) -> int:
-    """Run `speedrun train` with these arguments in so many processes on this machine, by torchrun's own machinery."""
+    """Run `speedrun` with these arguments in so many processes on this machine, by torchrun's own machinery."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -204,7 +204,7 @@ def launch(processes: int, args: Sequence[str], max_restarts: int = 0) -> int:
         monitor_interval=0.1,
         max_restarts=max_restarts,
     )
-    command = [sys.executable, "-u", "-m", "speedrun", "train", *args]
+    command = [sys.executable, "-u", "-m", "speedrun", *args]
     try:
         elastic_launch(config, command[0])(*command[1:])
     except ChildFailedError as e:

@@ -5,8 +5,8 @@ not fit. Nothing is trained and nothing is written. The model is built without m
 at in seconds on a small machine.
 
 What is exact: parameters, stages, tokens, and the bytes of weights, gradients, optimizer state and checkpoints. What is
-an estimate, and is called so: activations, the memory of a validation batch, FLOPs (the optimizer's own are left out)
-and with them the time.
+an estimate, and is called so: activations and the memory of a validation batch (memory.py), FLOPs (the optimizer's own
+are left out) and with them the time.
 """
 
 import math
@@ -19,28 +19,25 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError
-from speedrun.model.gpt import GPT, GPTConfig, Windows, flops_per_token
+from speedrun.model.gpt import GPTConfig, Windows, flops_per_token
 from speedrun.optim import Combined, Muon, Snoo
 from speedrun.optim.base import value_at
-from speedrun.optim.config import build_optimizer, part_of
+from speedrun.optim.config import part_of
 from speedrun.tracks import Track
-from speedrun.train import scale, telemetry
+from speedrun.train import scale
 from speedrun.train.clock import synchronize
 from speedrun.train.config import Options, Recipe
 from speedrun.train.device import Machine
+from speedrun.train.memory import Memory, checkpoint_bytes, gib, memory_of, problems_of, skeleton
 from speedrun.train.run import check_supply, fit_to_tokens, obey
 from speedrun.train.schedule import ScheduleConfig, Stage
 
 # A training step reaches this share of the FLOP/s of bare matmuls. benchmarks/throughput.py measures 0.65 for `adamw`
 # on two CPU cores; recipes with gates, windows and orthogonalised updates get less.
 ATTAINABLE = 0.5
-LOGIT_COPIES = 3  # live at once in a forward pass without gradients: before, within and after the cap on the logits
-GRADIENT_COPIES = 2  # of the logits, when the backward pass begins
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -89,45 +86,13 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes."""
-
-    weights: int
-    """With the tables of rotary positions."""
-    gradients: int
-    optimizer: int
-    warm_up: int
-    """The copy of the weights that the warm-up puts back."""
-    process: int
-    """What this program has already."""
-    row: int
-    """Estimate: what a training row of the largest stage keeps until its backward pass, without torch.compile."""
-    rows: int
-    """Rows of the largest micro-batch."""
-    validation: int
-    """Estimate: the logits of a validation batch."""
-
-    @property
-    def fixed(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.warm_up + self.process
-
-    @property
-    def activations(self) -> int:
-        return self.row * self.rows
-
-    @property
-    def total(self) -> int:
-        return self.fixed + max(self.activations, self.validation)
-
-
-@dataclass(frozen=True)
 class DryRun:
     recipe: Recipe
+    ranks: int
+    """Processes."""
     kinds: tuple[Kind, ...]
     spans: tuple[Span, ...]
     memory: Memory
-    memory_there: int | None
-    """Bytes that this machine, or its GPU, has; None: it does not tell."""
     checkpoint: int
     """Bytes of one."""
     checkpoints: int
@@ -137,8 +102,8 @@ class DryRun:
     """Of the whole training: forward and backward."""
     validation_flops: float | None
     """Of all validations; None when the number of tokens is not known."""
-    flops_per_second: float
-    """Of bare matmuls here, measured."""
+    flops_per_second: float | None
+    """Of bare matmuls here, measured; None: the device is not here."""
     tokens_there: int | None
     """Training tokens in the data; None: it is not there."""
     problems: tuple[str, ...]
@@ -146,17 +111,12 @@ class DryRun:
     notes: tuple[str, ...]
     """What fits, but should be known."""
 
-    @property
-    def seconds(self) -> float:
-        return self.flops / (ATTAINABLE * self.flops_per_second)
-
-    @property
-    def validation_seconds(self) -> float | None:
-        known = self.validation_flops
-        return None if known is None else known / (ATTAINABLE * self.flops_per_second)
+    def seconds(self, flops: float) -> float | None:
+        """Estimate of the time they take; None: not known."""
+        return None if self.flops_per_second is None else flops / (ATTAINABLE * self.flops_per_second)
 
 
-def examine(recipe: Recipe, track: Track, machine: Machine, options: Options, out: Path) -> DryRun:
+def examine(recipe: Recipe, track: Track, machine: Machine, options: Options, out: Path, ranks: int = 1) -> DryRun:
     """Everything about a run of this recipe into `out`. Raises UserError only where the recipe breaks a rule."""
     obey(recipe, track)
     problems: list[str] = []
@@ -166,7 +126,7 @@ def examine(recipe: Recipe, track: Track, machine: Machine, options: Options, ou
         tokens = track.locate()
         tokens_there, val = tokens.tokens("train"), tokens.tokens("val")
     except UserError as e:
-        problems.append(str(e))
+        (problems if machine.here else notes).append(str(e))
     else:
         recipe = fit_to_tokens(recipe, tokens, track)
         validated = validated or val
@@ -176,21 +136,20 @@ def examine(recipe: Recipe, track: Track, machine: Machine, options: Options, ou
     except UserError as e:
         problems.append(str(e))
     schedule = recipe.schedule
-    with torch.device("meta"):
-        model = GPT(recipe.model, recipe.context)
-        if recipe.optim.weights != "float32":
-            model.store_matrices(torch.bfloat16)
-        optimizer = build_optimizer(model.named_parameters(), recipe.optim)
-    states: dict[Any, int] = optimizer.state_bytes()  # type: ignore[attr-defined]
+    model, optimizer, states = skeleton(recipe)
     names = {p: name for name, p in model.named_parameters()}
-    there = telemetry.memory_bytes(machine.device)
-    memory = memory_of(recipe, machine, options, model, sum(states.values()), there)
-    problems += memory_problems(memory, there, recipe)
-    asked = options.micro_rows or max(rows for rows, _ in schedule.shapes())
+    memory = memory_of(recipe, machine, options, ranks)
+    problems += problems_of(memory, recipe)
+    if memory.measured is None:
+        problems.append(
+            f"What a row of this recipe needs on {machine.device_reason} was not measured: the table has the native "
+            "recipes as they are. Ask again on such a machine."
+        )
+    asked = options.micro_rows or -(-max(rows for rows, _ in schedule.shapes()) // ranks)
     if memory.rows < asked:
         notes.append(f"Micro-batches of {memory.rows} of {asked} rows: more do not fit into memory at once.")
 
-    size = checkpoint_bytes(recipe, names, states)
+    size = checkpoint_bytes(recipe, list(names), states)
     count = options.keep + 1 if options.checkpoint_every else int(options.final_checkpoint)
     free = shutil.disk_usage(next(p for p in (out.absolute(), *out.absolute().parents) if p.is_dir())).free
     if size * count > free:
@@ -206,16 +165,16 @@ def examine(recipe: Recipe, track: Track, machine: Machine, options: Options, ou
     times = math.ceil(schedule.total / every) + recipe.validation.first
     return DryRun(
         recipe=recipe,
+        ranks=ranks,
         kinds=kinds_of(optimizer, names, states, recipe),
         spans=laid,
         memory=memory,
-        memory_there=there,
         checkpoint=size,
         checkpoints=count,
         disk_free=free,
         flops=sum(s.tokens * flops_per_token(recipe.model, s.length, s.windows) for s in laid),
         validation_flops=None if validated is None else validated * times * once,
-        flops_per_second=matmul_speed(machine, recipe.model),
+        flops_per_second=matmul_speed(machine, recipe.model) if machine.here else None,
         tokens_there=tokens_there,
         problems=tuple(problems),
         notes=tuple(notes),
@@ -308,98 +267,6 @@ def turns(values: Sequence[float]) -> tuple[float, ...]:
     return tuple(found)
 
 
-# -------------------------------------------------------------------- memory and disk
-
-
-def memory_of(recipe: Recipe, machine: Machine, options: Options, model: GPT, state: int, there: int | None) -> Memory:
-    weights = sum(p.nbytes for p in model.parameters())
-    largest = max(recipe.schedule.visits(), key=lambda s: (s.tokens, s.windows or (), len(s.predict)))
-    v = recipe.validation
-    process = int(telemetry.snapshot().get("process_mib", 0) * 2**20) if machine.device.type != "cuda" else 0
-    memory = Memory(
-        weights=weights + sum(b.nbytes for b in model.buffers()),
-        gradients=weights,
-        optimizer=state,
-        warm_up=weights,
-        process=process,
-        row=row_bytes(recipe, machine, largest),
-        rows=options.micro_rows or largest.rows,
-        validation=LOGIT_COPIES * 4 * v.rows * v.length * recipe.model.vocab,
-    )
-    rows = memory.rows
-    while machine.device.type == "cuda" and there and rows > 1 and memory.fixed + rows * memory.row > there:
-        rows //= 2  # as the loop does when a GPU runs out of memory; a CPU's system may kill the process instead
-    return Memory(**{**vars(memory), "rows": rows})
-
-
-def row_bytes(recipe: Recipe, machine: Machine, stage: Stage) -> int:
-    """Bytes that autograd keeps for one row, and the gradients of its logits; from a forward pass without memory."""
-    kept: dict[int, int] = {}
-
-    def keep(x: torch.Tensor) -> torch.Tensor:
-        storage = x.untyped_storage()
-        kept[storage._cdata] = storage.nbytes()
-        return x
-
-    with FakeTensorMode(), torch.device(machine.device):
-        model = GPT(recipe.model, recipe.context)
-        if recipe.optim.weights != "float32":
-            model.store_matrices(torch.bfloat16)
-        ids = torch.zeros(1, stage.length, dtype=torch.long)
-        documents = torch.zeros_like(ids) if recipe.loader.packing == "documents" else None
-        weights = torch.zeros(len(stage.predict)) if len(stage.predict) > 1 else None
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), machine.arithmetic():
-            loss = model(ids, ids, documents, stage.windows, weights, stage.tied)
-        own = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
-        saved = sum(size for storage, size in kept.items() if storage not in own)
-        del loss
-    return saved + GRADIENT_COPIES * 4 * stage.length * recipe.model.vocab
-
-
-def memory_problems(memory: Memory, there: int | None, recipe: Recipe) -> list[str]:
-    if there is None or memory.total <= there:
-        return []
-    left = there - memory.fixed
-    if left <= 0:
-        return [
-            f"Weights, gradients and optimizer state alone take {gib(memory.fixed)}, but there are {gib(there)} of "
-            "memory; choose a smaller model (--model.width, --model.layers) or another machine."
-        ]
-    problems = []
-    if memory.activations > left:
-        fits = left // memory.row
-        way = f"pass --micro-rows {fits}" if fits else "shorten the rows (--schedule.length)"
-        problems.append(
-            f"A micro-batch of {memory.rows} rows takes about {gib(memory.activations)} beside the {gib(memory.fixed)} "
-            f"of weights, gradients and optimizer state, but there are {gib(there)} of memory; {way}, or choose "
-            "another machine."
-        )
-    v = recipe.validation
-    if memory.validation > left:
-        fits = left // (LOGIT_COPIES * 4 * recipe.model.vocab)
-        way = "choose another machine"
-        if fits >= v.length:
-            way = f"pass --validation.rows {fits // v.length}"
-        elif fits:
-            way = f"pass --validation.rows 1 --validation.length {2 ** int(math.log2(fits))} or less, with which the "
-            way += "loss is measured on less context"
-        problems.append(
-            f"A validation batch of {v.rows} x {v.length} tokens takes about {gib(memory.validation)} for its logits, "
-            f"but {gib(left)} of memory are left for it; {way}."
-        )
-    return problems
-
-
-def checkpoint_bytes(recipe: Recipe, names: dict[nn.Parameter, str], states: dict[Any, int]) -> int:
-    """A checkpoint holds exact weights as float32, in place of their remainders."""
-    exact = recipe.optim.weights == "exact-bf16"
-    total = 0
-    for p in names:
-        joined = exact and p.dtype == torch.bfloat16
-        total += states[p] - (2 * p.numel() if joined else 0) + (4 * p.numel() if joined else p.nbytes)
-    return total
-
-
 # -------------------------------------------------------------------- data
 
 
@@ -449,10 +316,6 @@ def matmul_speed(machine: Machine, config: GPTConfig, seconds: float = 1.0) -> f
         if attempt and time.perf_counter() > until:
             break
     return 2.0 * repeats * tokens * width * hidden / best
-
-
-def gib(size: float) -> str:
-    return f"{size / GIB:,.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.1f} MiB"
 
 
 def duration(seconds: float) -> str:

@@ -40,6 +40,7 @@ from speedrun.train.config import Options, Recipe
 from speedrun.train.device import Machine, compiled
 from speedrun.train.distributed import Muted
 from speedrun.train.load import Load, Pace, SleepWhileBusy, busy_line
+from speedrun.train.memory import memory_of
 from speedrun.train.progress import Report
 from speedrun.train.runlog import Result, RunFolder, Status, now, train_line, val_line
 from speedrun.train.schedule import Stage
@@ -117,6 +118,9 @@ class Trainer:
         if why_not:
             self.say(f"torch.compile is not used: {why_not}")
         self.micro_rows = options.micro_rows
+        self.fitting: dict[tuple[object, ...], int] = {}  # rows of a micro-batch by the shape of a stage, on a GPU
+        if self.device.type == "cuda" and options.micro_rows is None:
+            self.fitting = memory_of(recipe, machine, options, self.team.size).micro_rows
         self.clock = Clock(self.device)
         self.start = 0
         self.loader_state: dict[str, Any] | None = None
@@ -168,7 +172,7 @@ class Trainer:
         batch = batch.rows(mine.start, mine.stop)
         rows = len(batch.inputs)
         while True:
-            size = max(1, min(self.micro_rows or rows, rows))
+            size = max(1, min(self.micro_rows or self.fitting.get(stage.shape, rows), rows))
             try:
                 total = torch.zeros((), device=self.device)
                 parts = share(rows, math.ceil(rows / size)) if rows else []
@@ -330,6 +334,13 @@ class Trainer:
 
     # ---------------------------------------------------------------- warm-up
 
+    def made_up(self, rows: int, length: int, generator: torch.Generator) -> Batch:
+        """A batch of any tokens, two documents in a row."""
+        ids = torch.randint(self.tokens.vocab_size, (rows, length), generator=generator)
+        packed = self.recipe.loader.packing == "documents"
+        starts = tuple(torch.tensor([0, length // 2]).numpy() for _ in range(rows)) if packed else None
+        return Batch(ids, ids.clone(), starts, {})
+
     def warm_up(self) -> None:
         """Visit every shape the run will see, so that compiling is outside the clock, and leave no trace.
 
@@ -339,12 +350,6 @@ class Trainer:
         before = copy.deepcopy(self.optimizer.state_dict())
         random = checkpoint.rng_state()
         generator = torch.Generator().manual_seed(0)
-        vocab, packed = self.tokens.vocab_size, self.recipe.loader.packing == "documents"
-
-        def made_up(rows: int, length: int) -> Batch:
-            ids = torch.randint(vocab, (rows, length), generator=generator)
-            starts = tuple(torch.tensor([0, length // 2]).numpy() for _ in range(rows)) if packed else None
-            return Batch(ids, ids.clone(), starts, {})
 
         def visit() -> None:
             v, schedule = self.recipe.validation, self.recipe.schedule
@@ -354,15 +359,25 @@ class Trainer:
                 for _ in range(2):
                     self.at(f"{what} the training step, stage {k + 1} of {len(visits)}", compiling=True)
                     with contextlib.suppress(NonFiniteLoss):  # an absurd learning rate fails in the run, not here
-                        self.step(dataclasses.replace(stage, lr=1e-3), made_up(stage.rows, stage.length))
+                        self.step(
+                            dataclasses.replace(stage, lr=1e-3), self.made_up(stage.rows, stage.length, generator)
+                        )
             for stage in {stage.shape: stage for stage in map(schedule.after, self.validations())}.values():
                 self.at(f"{what} the validation", compiling=True)
                 self.model.stretch(stage.windows_so_far)
                 with torch.no_grad():
-                    self.micro_loss(made_up(v.rows, v.length), stage).item()
+                    self.micro_loss(self.made_up(v.rows, v.length, generator), stage).item()
+
+        def visit_all() -> None:
+            """Once more from the first if memory ran out on the way: those before had larger micro-batches."""
+            while True:
+                micro_rows = self.micro_rows
+                visit()
+                if self.micro_rows == micro_rows:
+                    return
 
         try:
-            visit()
+            visit_all()
         except UserError:
             raise
         except Exception as e:  # whatever a compiler may raise
@@ -375,7 +390,7 @@ class Trainer:
                 raise  # perhaps a bug of this program: it keeps its traceback
             self.say(f"torch.compile failed here ({type(e).__name__}); going on without it, about 1.2x slower")
             self.loss_of = self.model
-            visit()
+            visit_all()
         with torch.no_grad():
             for name, p in self.model.named_parameters():
                 p.copy_(weights[name])
@@ -656,5 +671,6 @@ def compile_failure(error: Exception, device: torch.device) -> UserError:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """CUDA raises its own class, the CPU allocator a RuntimeError with this text."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "not enough memory" in str(error)
+    """CUDA raises its own class; the CPU's allocator and cuBLAS a RuntimeError with one of these texts."""
+    told = any(text in str(error) for text in ("not enough memory", "CUBLAS_STATUS_ALLOC_FAILED"))
+    return told or isinstance(error, (torch.OutOfMemoryError, MemoryError))

@@ -1,0 +1,281 @@
+"""The first minutes on a GPU: what could only be predicted before, measured: `speedrun doctor --gpu-report`.
+
+speedrun doctor --gpu-report                                 `interleaved` of the short track, on one GPU
+speedrun doctor --gpu-report --nproc 8                       on eight, over NCCL
+speedrun doctor --gpu-report --recipe medium --track medium
+
+Every kind of step of the recipe is compiled and run a few times on made-up tokens: seconds to compile, milliseconds,
+kernel launches, host syncs, memory, each beside what `python -m benchmarks.gpu` predicted for it. Attention and the
+8-bit head are compared with plain versions. One Markdown file says it all, to be attached to an issue.
+"""
+
+import dataclasses
+import functools
+import math
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from speedrun.data.shards import TokenFolder, TokenInfo
+from speedrun.doctor import Finding
+from speedrun.files import write_atomic
+from speedrun.model.attention import Backend, attend, reference_attend
+from speedrun.model.head import fp8_linear
+from speedrun.optim.interleave import Span
+from speedrun.optim.pipeline import Team
+from speedrun.train import telemetry
+from speedrun.train.clock import synchronize
+from speedrun.train.config import Options, Recipe
+from speedrun.train.device import Machine
+from speedrun.train.distributed import Muted
+from speedrun.train.loop import Trainer
+from speedrun.train.memory import compiled_graph, gib, memory_of
+from speedrun.train.progress import Report
+from speedrun.train.schedule import Stage
+
+LAUNCH = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")  # and their variants: ...ExC, ...Ex
+SYNC = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+ATTENTION_LIMIT, FP8_LIMIT = 0.02, 0.08
+"""Errors above these are wrong, relative to the norm: bfloat16 gives about 0.005, 8-bit floats 0.03 to 0.065."""
+SEED = 0
+UNKNOWN = "not predicted"
+
+
+@dataclass(frozen=True)
+class Line:
+    what: str
+    predicted: str
+    measured: str
+
+
+def write(
+    recipe: Recipe, machine: Machine, options: Options, team: Team, findings: list[Finding], out: Path, steps: int,
+    say: Callable[[str], None], grid: Callable[[list[tuple[str, str, str]]], None],
+) -> None:  # fmt: skip
+    """All ranks call it; rank 0 writes. The file grows as it goes, so that a crash leaves what was measured before."""
+    parts = [environment(recipe, machine, team, findings)]
+
+    def keep(title: str, lines: list[Line]) -> None:
+        parts.append(section(title, lines))
+        if team.rank == 0:
+            write_atomic(out, "\n".join(parts))
+            say(f"\n{title}")
+            grid([(line.what, line.predicted, line.measured) for line in lines])
+
+    keep("Attention and 8-bit head against plain versions, relative errors", parity(recipe, machine))
+    info = TokenInfo("made up", "", min(recipe.model.vocab, 2**16), 0, {})
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(
+            recipe, TokenFolder(Path(folder), info), machine, options, Muted(Path(folder)),
+            Report(recipe.schedule.total, quiet=True), team,
+        )  # fmt: skip
+        for stage in kinds_of_steps(recipe):
+            keep(f"Step {stage.step}, {stage.rows} x {stage.length} tokens", step_lines(trainer, stage, steps))
+        v = recipe.validation
+        keep(f"Validation, {v.rows} x {v.length} tokens", validation_lines(trainer))
+        if team.size > 1:
+            keep("Order of transfers", order_lines(trainer))
+
+
+def environment(recipe: Recipe, machine: Machine, team: Team, findings: list[Finding]) -> str:
+    gpu = torch.cuda.get_device_properties(machine.device) if machine.device.type == "cuda" else None
+    about = [
+        f"# {recipe.name} at {recipe.track} size: {gpu.name if gpu else machine.device}, {team.size} processes",
+        "",
+    ]
+    about += [f"- {f.what}: {f.chosen} ({f.why})" for f in findings if not f.what.startswith("data")]
+    if gpu:
+        about.append(f"- GPU: {gpu.name}, compute capability {gpu.major}.{gpu.minor}, {gib(gpu.total_memory)}")
+        about.append(f"- CUDA: {torch.version.cuda}")
+    return "\n".join(about) + "\n"
+
+
+def section(title: str, lines: list[Line]) -> str:
+    rows = [f"| {line.what} | {line.predicted or '-'} | {line.measured or '-'} |" for line in lines]
+    return "\n".join(["", f"## {title}", "", "| | predicted | measured |", "|---|---|---|", *rows]) + "\n"
+
+
+# -------------------------------------------------------------------- parity
+
+
+def parity(recipe: Recipe, machine: Machine) -> list[Line]:
+    found = attention_errors(machine.attention, machine, recipe.model.head_width, recipe.model.attention_scale or None)
+    lines = [judged(f"attention by {machine.attention}, {what}", e, ATTENTION_LIMIT) for what, e in found]
+    if recipe.model.fp8_head:
+        lines += [judged(f"8-bit head, {what}", e, FP8_LIMIT) for what, e in fp8_errors(recipe, machine)]
+    return lines
+
+
+def judged(what: str, error: float, limit: float) -> Line:
+    return Line(what, f"below {limit:g}", f"{error:.2g}" + ("" if error < limit else " **wrong**"))
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    expected = expected.double()
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+def attention_errors(
+    backend: Backend, machine: Machine, width: int, scale: float | None, length: int = 512
+) -> Iterator[tuple[str, float]]:
+    """Output and gradients of two rows of three documents each, with a short and a long window and without any."""
+    generator = torch.Generator().manual_seed(SEED)
+    q, k, v, g = (
+        torch.randn(2, length, 2, width, generator=generator).to(machine.device, machine.dtype) for _ in range(4)
+    )
+    documents = torch.zeros(2, length, dtype=torch.long, device=machine.device)
+    documents[0, 100:], documents[0, 333:], documents[1, 7:], documents[1, 200:] = 1, 2, 1, 2
+    for window in (64, 300, None):
+        results = []
+        for function in (functools.partial(attend, backend=backend), reference_attend):
+            leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+            y = function(*leaves, documents_BT=documents, window=window, scale=scale)
+            results.append([y.detach(), *torch.autograd.grad(y, leaves, g)])
+        for what, ours, plain in zip(("output", "dq", "dk", "dv"), *results, strict=True):
+            yield f"window {window}: {what}", relative(ours, plain)
+
+
+def fp8_errors(recipe: Recipe, machine: Machine, rows: int = 2048) -> Iterator[tuple[str, float]]:
+    """Product and gradients at the recipe's width, vocabulary and scales, for numbers as large as in training."""
+    c, generator = recipe.model, torch.Generator().manual_seed(SEED)
+    x = torch.randn(rows, c.width, generator=generator).to(machine.device, torch.bfloat16)  # of norm sqrt(width)
+    w = (0.005 * torch.randn(c.vocab, c.width, generator=generator)).to(machine.device)
+    g = torch.softmax(torch.randn(rows, c.vocab, generator=generator), -1).to(machine.device, torch.bfloat16)
+    x.requires_grad_()
+    w.requires_grad_()
+    out = fp8_linear(x, w, *c.fp8_scales)
+    found = [out.detach(), *torch.autograd.grad(out, (x, w), g)]
+    x64, w64, g64 = (t.detach().float() for t in (x, w, g))
+    for what, ours, plain in zip(
+        ("product", "dx", "dW"), found, (x64 @ w64.t(), g64 @ w64, g64.t() @ x64), strict=True
+    ):
+        yield what, relative(ours, plain)
+
+
+# -------------------------------------------------------------------- steps
+
+
+def kinds_of_steps(recipe: Recipe) -> list[Stage]:
+    """One stage of each compiled graph and batch; those that differ in windows alone are alike here."""
+    found: dict[tuple[object, ...], Stage] = {}
+    for stage in recipe.schedule.visits():
+        found.setdefault((stage.rows, stage.length, len(stage.predict), stage.tied), stage)
+    return list(found.values())
+
+
+def step_lines(trainer: Trainer, stage: Stage, steps: int) -> list[Line]:
+    device, recipe = trainer.device, trainer.recipe
+    generator = torch.Generator().manual_seed(SEED)
+    gentle = dataclasses.replace(stage, lr=1e-3)
+    batch = trainer.made_up(stage.rows, stage.length, generator)
+
+    def once() -> float:
+        synchronize(device)
+        began = time.perf_counter()
+        trainer.step(gentle, batch)
+        synchronize(device)
+        return time.perf_counter() - began
+
+    first = once()
+    once()  # Adam may have sat out the first one
+    reset_peak(device)
+    seconds = statistics.median(once() for _ in range(steps))
+    peak = peak_memory(device)
+    with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]) as profiled:
+        trainer.step(gentle, batch)
+    launches, syncs = counted(profiled)
+
+    rows = -(-stage.rows // trainer.team.size)
+    at_once = min(trainer.micro_rows or trainer.fitting.get(stage.shape, rows), rows)
+    passes = math.ceil(rows / at_once)
+    graph = compiled_graph(recipe, stage, trainer.machine.attention) if trainer.options.compile else None
+    kernels, held, moved, rate = UNKNOWN, UNKNOWN, 0.0, ""
+    if graph is not None:
+        both = graph["forward"], graph["backward"]
+        kernels = f"{passes * sum(part['kernels'] + part['products'] for part in both):,} and the optimizer's"
+        moved = sum(part["bytes"] for part in both) * rows / graph["rows"]
+        rate = f"if so, {moved / seconds / 1e9:,.0f} GB/s"
+        memory = memory_of(recipe, trainer.machine, trainer.options, trainer.team.size)
+        held = gib(memory.fixed - memory.warm_up + graph["peak"] * at_once / graph["rows"])
+    gpu = device.type == "cuda"
+    return [
+        Line("first step, with compiling" if trainer.options.compile else "first step", "", f"{first:.1f} s"),
+        Line("step", "", f"{1000 * seconds:.1f} ms, {stage.tokens / seconds:,.0f} tokens per second"),
+        Line("passes over the model", "", f"{passes} of {at_once} rows"),
+        Line("bytes that kernels touch", f"{moved / 1e9:.1f} GB" if moved else UNKNOWN, rate),
+        Line("kernel launches", kernels, f"{launches:,}" if gpu else "no GPU"),
+        Line(
+            "host syncs", "", ", ".join(f"{n} x {name}" for name, n in syncs.items()) or ("none" if gpu else "no GPU")
+        ),
+        Line("memory at most", held, peak),
+    ]
+
+
+def validation_lines(trainer: Trainer) -> list[Line]:
+    recipe, device = trainer.recipe, trainer.device
+    v, stage = recipe.validation, recipe.schedule.after(recipe.schedule.total)
+    trainer.model.stretch(stage.windows_so_far)
+    batch = trainer.made_up(v.rows, v.length, torch.Generator().manual_seed(SEED))
+    took = []
+    reset_peak(device)
+    for _ in range(2):
+        began = time.perf_counter()
+        with torch.no_grad():
+            trainer.micro_loss(batch, stage).item()
+        took.append(time.perf_counter() - began)
+    peak, held = peak_memory(device), UNKNOWN
+    memory = memory_of(recipe, trainer.machine, trainer.options, trainer.team.size)
+    if trainer.options.compile and compiled_graph(recipe, stage, trainer.machine.attention, training=False):
+        held = gib(memory.fixed - memory.warm_up - memory.gradients + memory.validation)
+    return [
+        Line("first batch", "", f"{took[0]:.1f} s"),
+        Line("batch", "", f"{1000 * took[1]:.1f} ms"),
+        Line("memory at most", held, peak),
+    ]
+
+
+def order_lines(trainer: Trainer) -> list[Line]:
+    """The collectives of one step as each rank launched them: in another order on one of them NCCL would hang."""
+    assert trainer.sharded is not None
+    stage = trainer.recipe.schedule.at(0)
+    spans: list[Span] = []
+    trainer.sharded.trace = spans
+    batch = trainer.made_up(stage.rows, stage.length, torch.Generator().manual_seed(SEED))
+    trainer.step(dataclasses.replace(stage, lr=1e-3), batch)
+    trainer.sharded.trace = None
+    launched = [f"{span.op} {span.item}" for span in spans if span.kind == "launch"]
+    waited = sum(span.end - span.start for span in spans if span.kind == "wait")
+    everybody = trainer.team.everybodys((launched, waited))
+    alike = all(theirs == launched for theirs, _ in everybody)
+    return [
+        Line("the same on all ranks", "yes", "yes" if alike else "**no**"),
+        Line("order", "", ", ".join(launched)),
+        Line("host waits", "", ", ".join(f"{1000 * wait:.1f} ms" for _, wait in everybody)),
+    ]
+
+
+def counted(profiled: profile) -> tuple[int, dict[str, int]]:
+    """(launches, syncs by name) of what was profiled."""
+    names = Counter(event.name for event in profiled.events() or ())
+    launches = sum(count for name, count in names.items() if name.startswith(LAUNCH))
+    return launches, {name: names[name] for name in SYNC if names[name]}
+
+
+def peak_memory(device: torch.device) -> str:
+    """Since the last reset, on a GPU; elsewhere of the whole process."""
+    found = telemetry.peak_memory_mib(device)
+    mib = found.get("cuda_allocated", found.get("resident"))
+    return "unknown" if mib is None else gib(mib * 2**20)
+
+
+def reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
