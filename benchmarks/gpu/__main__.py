@@ -24,8 +24,7 @@ from typing import Any
 from benchmarks.gpu import pretend
 
 NUMBERS = Path(__file__).with_name("numbers.json")
-BACKENDS = {"h100": "fa3", "a100": "flex", "4090": "flex"}
-ATTENTION = {"fa3": "Flash Attention 3", "flex": "FlexAttention"}
+BACKENDS = {"h100": "fa3", "a100": "varlen", "4090": "varlen"}
 GROWTH = 1.001  # bytes that are more than this are worse; kernels must not become more at all
 
 
@@ -106,7 +105,7 @@ def main() -> int:
         print(f"The bench cannot run here: {e}.", file=sys.stderr)
         return 2
     for device in args.devices:
-        print(f"\n{pretend.DEVICES[device].name}, {ATTENTION[BACKENDS[device]]}; Triton kernels + other operators, GB")
+        print(f"\n{pretend.DEVICES[device].name}, {BACKENDS[device]}; Triton kernels + other operators, GB")
         print(f"{'':34} {'forward':>18}   {'backward':>18}   {'saved':>6} {'peak':>6}")
         command = [sys.executable, "-m", "benchmarks.gpu", "--inside", device, *["--kernels"] * args.kernels]
         command += ["--only", *args.only] if args.only else []

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.gpu.lower import Lowered, lower
 from speedrun.model import flash
+from speedrun.model.attention import Backend, takes_edges
 from speedrun.model.gpt import GPT
 from speedrun.model.head import softcap, surprise, targets_ahead
 from speedrun.recipes import get_recipe
@@ -48,19 +49,19 @@ def cases() -> list[Case]:
     return list(found.values())
 
 
-def lower_stage(case: Case, backend: str) -> list[Lowered]:
+def lower_stage(case: Case, backend: Backend) -> list[Lowered]:
     """Forward and backward pass of the rows that one of eight GPUs has in this stage."""
     recipe = get_recipe(case.recipe, case.track)
     stage: Stage = recipe.schedule.at(case.step)
     rows, packed = -(-stage.rows // GPUS), recipe.loader.packing == "documents"
     with FakeTensorMode(allow_non_fake_inputs=True):
         with torch.device("cuda:0"):
-            model = GPT(recipe.model, stage.length, backend)  # type: ignore[arg-type]
+            model = GPT(recipe.model, stage.length, backend)
             if recipe.optim.weights != "float32":
                 model.store_matrices(torch.bfloat16)
             ids = torch.zeros(rows, stage.length, dtype=torch.long)
             documents = torch.zeros_like(ids) if packed else None
-            edges = torch.zeros(DOCUMENTS * rows + 1, dtype=torch.int32) if packed and backend == "fa3" else None
+            edges = torch.zeros(DOCUMENTS * rows + 1, dtype=torch.int32) if packed and takes_edges(backend) else None
             predict = torch.zeros(len(stage.predict)) if len(stage.predict) > 1 else None
         if edges is not None:
             torch._dynamo.mark_dynamic(edges, 0)
@@ -136,4 +137,4 @@ def stand_in(
 
 
 def install_stand_in() -> None:
-    flash._varlen = stand_in
+    flash._fa3 = stand_in

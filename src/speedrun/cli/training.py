@@ -45,7 +45,7 @@ class Machinery:
     threads: Annotated[int | None, unset("INT")] = None
     """CPU threads; default: all usable cores."""
     attention: str = "auto"
-    """auto, fa3 (Flash Attention 3), flex (FlexAttention) or sdpa (PyTorch's own)."""
+    """auto, fa3 (Flash Attention 3), varlen (torch's varlen_attn) or sdpa (torch's SDPA)."""
 
     def choose(self, recipe: Recipe) -> Machine:
         tokens = max(stage.tokens for stage in recipe.schedule.visits())

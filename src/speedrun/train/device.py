@@ -40,6 +40,7 @@ class Machine:
     threads_reason: str
     attention: Backend
     attention_reason: str
+    attention_warning: str | None = None
 
     @property
     def dtype_name(self) -> str:
@@ -60,6 +61,7 @@ class Machine:
             f"arithmetic: {self.dtype_name} ({self.dtype_reason})",
             f"threads: {self.threads} ({self.threads_reason})",
             f"attention: {self.attention} ({self.attention_reason})",
+            *([self.attention_warning] if self.attention_warning else []),
         ]
 
 
@@ -90,9 +92,9 @@ def choose(
         found, why_dtype = _choose_dtype(chosen, threads, model, tokens)
     else:
         found, why_dtype = getattr(torch, dtype), "as asked"
-    backend, why_backend = choose_backend(attention, chosen, found, None if model is None else model.head_width)
+    kernel = choose_backend(attention, chosen, found, None if model is None else model.head_width)
     torch.set_num_threads(threads)
-    return Machine(chosen, why, found, why_dtype, threads, why_threads, backend, why_backend)
+    return Machine(chosen, why, found, why_dtype, threads, why_threads, *kernel)
 
 
 def _choose_device(asked: str) -> tuple[torch.device, str]:
