@@ -98,7 +98,7 @@ def test_kernels_that_take_edges_get_those_of_the_batch(
 ) -> None:
     kernels, found = Kernels(), []
     monkeypatch.setattr(flash, "_fa3", kernels.flash_attn_varlen_func)
-    monkeypatch.setattr(flash, "varlen_attn", kernels.varlen_attn)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernels.varlen_attn)
     machine = choose("cpu", "bfloat16", threads=1)
     changes = {"loader.packing": "documents", "loader.max_document": 16, "validation.cut_documents": cut}
     for name in ("sdpa", backend):

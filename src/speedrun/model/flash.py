@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 Kernel = Literal["fa3", "varlen"]
 HUB = ("kernels-community/flash-attn3", "varunneal/flash-attention-3")  # the hub's own build, then the records'
@@ -95,7 +94,9 @@ def attend_flash(
 
     It is a bound: the longest document's own length would compile anew for every batch.
     """
-    function: Callable[..., Any] | None = varlen_attn if kernel == "varlen" else _fa3
+    function = _fa3
+    if kernel == "varlen":
+        from torch.nn.attention.varlen import varlen_attn as function  # only here: it takes a second
     assert function is not None, "load() comes first"
     B, T, H, K = q_BTHK.shape
     scale = 1 / math.sqrt(K) if scale is None else scale
