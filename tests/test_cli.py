@@ -181,14 +181,14 @@ MISTAKES = [
     ("train --data TOKENS --device tpu", "Unknown device 'tpu'; choose auto, cpu, cuda, cuda:N or mps."),
     ("train --data TOKENS --device cpu:x", "Unknown device 'cpu:x'; choose auto, cpu, cuda, cuda:N or mps."),
     ("train --data TOKENS --dtype float8", "Unknown dtype 'float8'; choose auto, float32 or bfloat16."),
-    ("train --data TOKENS --attention flash", "Unknown attention 'flash'; choose auto, fa3, flex, sdpa."),
+    ("train --data TOKENS --attention flash", "Unknown attention 'flash'; choose auto, fa3, varlen, sdpa."),
     (
         "train --data TOKENS --attention fa3 --device cpu",
         "Attention 'fa3' was asked for, but Flash Attention 3 needs an",
     ),
     (
-        "train --data TOKENS --attention flex --device cpu",
-        "has no backward pass on cpu; here there is sdpa: choose that",
+        "train --data TOKENS --attention varlen --device cpu",
+        "compute capability 8.0 or later (the device is cpu); here there is sdpa: choose that",
     ),
     ("train --data TOKENS --threads 0", "threads is 0; it must be at least 1."),
     ("train --data TOKENS --micro-rows 0", "--micro-rows is 0; it must be at least 1."),

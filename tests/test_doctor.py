@@ -1,5 +1,6 @@
 """What the doctor finds: the same choices as training makes, and a way to get what is missing."""
 
+import dataclasses
 import importlib.metadata
 from pathlib import Path
 
@@ -32,6 +33,12 @@ def test_it_obeys_what_is_asked() -> None:
     assert findings["arithmetic"].chosen == "bfloat16"
     assert findings["arithmetic"].why == "as asked"
     assert found(device="cpu", attention="sdpa")["attention"].why == "as asked"
+
+
+def test_an_attention_that_should_work_and_does_not_is_no_good_finding() -> None:
+    machine = dataclasses.replace(choose(threads=1), attention_warning="WARNING: pip install 'speedrun[gpu]'")
+    finding = next(f for f in examine(machine) if f.what == "attention")
+    assert (finding.why, finding.good) == ("WARNING: pip install 'speedrun[gpu]'", False)
 
 
 def test_missing_data_comes_with_the_way_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,4 +166,4 @@ def stand_in(
 
 
 def install_stand_in() -> None:
-    flash._varlen = stand_in
+    flash._fa3 = stand_in

@@ -35,7 +35,12 @@ def examine(machine: Machine) -> list[Finding]:
         Finding("device", str(machine.device), machine.device_reason),
         Finding("arithmetic", machine.dtype_name, machine.dtype_reason),
         Finding("threads", str(machine.threads), machine.threads_reason),
-        Finding("attention", machine.attention, machine.attention_reason),
+        Finding(
+            "attention",
+            machine.attention,
+            machine.attention_warning or machine.attention_reason,
+            machine.attention_warning is None,
+        ),
         Finding("8-bit head", *describe_fp8(machine.device)),
         Finding(
             "compiler",

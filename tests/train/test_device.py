@@ -1,5 +1,6 @@
 """Device and arithmetic: what is chosen, and that finding out cannot hurt."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 from speedrun import cli
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError
+from speedrun.model import attention
 from speedrun.train import device, distributed
 
 
@@ -120,6 +122,57 @@ def test_bfloat16_is_refused_on_a_gpu_that_has_no_units_for_it(monkeypatch: pyte
     assert device.choose("cuda", threads=1, attention="sdpa").dtype == torch.float32
     Gpus(monkeypatch, 1, capability=(8, 0))
     assert device.choose("cuda", "bfloat16", threads=1, attention="sdpa").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("capability", "asked", "says"),
+    [
+        (
+            (7, 5),
+            "fa3",
+            "Flash Attention 3 needs an NVIDIA Hopper GPU, compute capability 9.x (7.5 here); here there is",
+        ),
+        ((7, 5), "varlen", "torch's varlen_attn needs an NVIDIA GPU, compute capability 8.0 or later (7.5 here); here"),
+        (
+            (8, 9),
+            "fa3",
+            "Flash Attention 3 needs an NVIDIA Hopper GPU, compute capability 9.x (8.9 here); here there is",
+        ),
+        ((9, 0), "fa3", "Flash Attention 3 is made for this GPU, but cannot be used: the package `kernels` cannot be"),
+    ],
+)
+def test_an_attention_that_this_gpu_cannot_have_costs_a_sentence(
+    capability: tuple[int, int],
+    asked: str,
+    says: str,
+    tokens: TokenFolder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Gpus(monkeypatch, 1, capability)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setitem(sys.modules, "kernels", None)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", "--recipe", "adamw", "--data", str(tokens.path), "--attention", asked]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"speedrun: Attention '{asked}' was asked for, but {says}"), err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_gpu_made_for_flash_attention_without_it_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    Gpus(monkeypatch, 1)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setitem(sys.modules, "kernels", None)
+    monkeypatch.setattr(attention, "try_out", lambda *_: None)
+    chosen = device.choose("cuda", threads=1)
+    *_, line, warning = chosen.lines()
+    assert line == "attention: varlen (Flash Attention 3 does not work here)"
+    assert warning.startswith("WARNING: Flash Attention 3 is made for this GPU, but cannot be used: the package")
+    assert "pip install 'speedrun[gpu]'" in warning
+    assert warning.endswith("attention is computed by varlen instead")
+    assert len(chosen.lines()) == 1 + len(device.choose("cuda", threads=1, attention="varlen").lines())
 
 
 @pytest.mark.parametrize(

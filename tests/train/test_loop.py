@@ -1,6 +1,7 @@
 """The loop on a tiny model: what it promises about results, memory, interruptions and the clock."""
 
 import copy
+import dataclasses
 import math
 import os
 import signal
@@ -14,11 +15,15 @@ from torch._inductor.exc import InductorError
 from speedrun.data.loader import Batch, Loader
 from speedrun.data.shards import TokenFolder, write_shard
 from speedrun.errors import UserError
+from speedrun.model import flash
 from speedrun.train import checkpoint
+from speedrun.train.device import choose
 from speedrun.train.loop import Trainer, document_numbers, share
 from speedrun.train.runlog import read_metrics, read_result
 from speedrun.train.schedule import Stage
 from tests.conftest import make_token_folder
+from tests.model.kernels import Kernels
+from tests.train import tiny
 from tests.train.tiny import tiny_trainer
 
 
@@ -84,6 +89,32 @@ def test_micro_batches_do_not_change_the_gradient(tokens: TokenFolder, tmp_path:
     )
     for a, b in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("backend", ["fa3", "varlen"])
+@pytest.mark.parametrize("cut", [False, True])
+def test_kernels_that_take_edges_get_those_of_the_batch(
+    tokens: TokenFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, cut: bool
+) -> None:
+    kernels, found = Kernels(), []
+    monkeypatch.setattr(flash, "_fa3", kernels.flash_attn_varlen_func)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernels.varlen_attn)
+    machine = choose("cpu", "bfloat16", threads=1)
+    changes = {"loader.packing": "documents", "loader.max_document": 16, "validation.cut_documents": cut}
+    for name in ("sdpa", backend):
+        monkeypatch.setattr(tiny, "choose", lambda *_, name=name, **__: dataclasses.replace(machine, attention=name))
+        trainer = tiny_trainer(tokens, tmp_path / name, changes)
+        torch.nn.init.normal_(trainer.model.head, std=0.1, generator=torch.Generator().manual_seed(1))
+        batch, stage = batch_for(trainer), trainer.recipe.schedule.at(0)
+        found.append(trainer.gradients(batch, stage))
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
+    edges = flash.edges_of(document_numbers(batch)).tolist()
+    assert len(edges) > 5, "more documents than rows"
+    assert {(*call["edges"], call["longest"]) for call in kernels.calls} == {(*edges, 16)}
+    kernels.calls.clear()
+    with torch.no_grad():  # validation
+        trainer.micro_loss(batch, stage)
+    assert {call["longest"] for call in kernels.calls} == {16 if cut else 32}
 
 
 def test_gradients_are_weighted_by_tokens_not_by_micro_batches(tokens: TokenFolder, tmp_path: Path) -> None:

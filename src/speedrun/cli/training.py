@@ -47,7 +47,7 @@ class Machinery:
     threads: Annotated[int | None, unset("INT")] = None
     """CPU threads; default: all usable cores."""
     attention: str = "auto"
-    """auto, fa3 (Flash Attention 3), flex (FlexAttention) or sdpa (PyTorch's own)."""
+    """auto, fa3 (Flash Attention 3), varlen (torch's varlen_attn) or sdpa (torch's SDPA)."""
 
     memory: Annotated[float | None, unset("GB")] = None
     """GB of a GPU's memory to keep to, of 1e9 bytes; default: all of it."""

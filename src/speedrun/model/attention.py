@@ -1,12 +1,12 @@
 """Attention behind one function, whatever computes it.
 
 `attend(q, k, v, documents_BT=..., window=...)` is causal, never crosses a document boundary, and with a window looks at
-most so many tokens back. Three backends: Flash Attention 3 (flash.py), FlexAttention (flex.py), and PyTorch's SDPA,
-which computes short windows block by block, so that its cost grows with tokens * window. `choose_backend` decides.
+most so many tokens back. Three backends: Flash Attention 3 and torch's `varlen_attn` (flash.py), and SDPA, which
+computes short windows block by block, so that its cost grows with tokens * window. `choose_backend` decides.
 `reference_attend` is the slow, obvious version that tests compare everything with.
 """
 
-import importlib.util
+import functools
 import math
 from collections.abc import Iterable
 from typing import Literal, NamedTuple, get_args
@@ -14,15 +14,17 @@ from typing import Literal, NamedTuple, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from speedrun.errors import UserError
 from speedrun.model import flash
 from speedrun.model.flash import attend_flash, edges_of, row_edges
-from speedrun.model.flex import attend_flex, block_mask
 
-Backend = Literal["fa3", "flex", "sdpa"]
-NAMES = {"fa3": "Flash Attention 3", "flex": "FlexAttention"}
+Backend = Literal["fa3", "varlen", "sdpa"]
+NAMES = {"fa3": "Flash Attention 3", "varlen": "torch's varlen_attn"}
+CURES = {
+    "fa3": "to get it, pip install 'speedrun[gpu]' and let this machine reach the Hugging Face hub once",
+    "varlen": "to get it, install a build of torch that has Flash Attention for this GPU",
+}
 MIN_BLOCK = 32  # shorter blocks cost more in small matrix products than they save
 DENSE_LENGTH = 256  # up to here a window saves too little to be worth compiled code of its own
 WIDE = 256  # from this window on, blocks of half a window: fewer scores that the mask throws away
@@ -31,49 +33,87 @@ WIDE = 256  # from this window on, blocks of half a window: fewer scores that th
 # -------------------------------------------------------------------------------------------- which one
 
 
+def takes_edges(backend: Backend) -> bool:
+    """Whether it is told the edges of documents; the other is given masks."""
+    return backend != "sdpa"
+
+
+class Choice(NamedTuple):
+    name: Backend
+    reason: str
+    warning: str | None = None
+    """A better one suits this GPU, but does not work."""
+
+
 def choose_backend(
     asked: str, device: torch.device, dtype: torch.dtype = torch.float32, head_width: int | None = None
-) -> tuple[Backend, str]:
-    """(name, reason) of what computes attention: the best there is, or the one asked for, or a refusal."""
+) -> Choice:
+    """What computes attention: the best there is, or the one asked for, or a refusal."""
     if asked not in ("auto", *get_args(Backend)):
         raise UserError(f"Unknown attention {asked!r}; choose auto, {', '.join(get_args(Backend))}.")
     lacks: dict[str, str] = {}
-    for name in get_args(Backend):
-        if asked in ("auto", name):
-            why_not = obstacle(name, device, dtype, head_width)
-            if why_not is None:
-                return name, "as asked" if asked == name else reason(name, device, lacks)
-            lacks[name] = why_not
+    broken = ""
+    for name in (n for n in get_args(Backend) if asked in ("auto", n)):
+        unfit = obstacle(name, device, dtype, head_width)
+        fails = unfit or failure(name, device, dtype, head_width)
+        if fails is None:
+            warning = f"WARNING: {broken}attention is computed by {name} instead" if broken else None
+            return Choice(name, "as asked" if asked == name else reason(name, device, lacks), warning)
+        lacks[name] = unfit or "does not work here"
+        if unfit is None:
+            broken += f"{NAMES[name]} is made for this GPU, but {fails}; {CURES[name]}; "
     there = [name for name in get_args(Backend) if name != asked and not obstacle(name, device, dtype, head_width)]
     raise UserError(
-        f"Attention {asked!r} was asked for, but {NAMES[asked]} {lacks[asked]}; here there is {', '.join(there)}: "
-        "choose that, or leave the choice to --attention auto."
+        f"Attention {asked!r} was asked for, but {broken or f'{NAMES[asked]} {lacks[asked]}; '}here there is "
+        f"{', '.join(there)}: choose that, or leave the choice to --attention auto."
     )
 
 
 def obstacle(name: Backend, device: torch.device, dtype: torch.dtype, head_width: int | None) -> str | None:
-    """Why a backend cannot train here, as the end of a sentence about it; None: it can."""
+    """Why a backend is not made for this device, arithmetic or model, as the end of a sentence; None: it is."""
     if name == "sdpa":
         return None
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    if name == "flex":
-        if device.type != "cuda":
-            return f"has no backward pass on {device.type}"
-        if capability < (7, 0) or importlib.util.find_spec("triton") is None:
-            return "needs Triton and a GPU that Triton supports"
-        return None if head_width is None or head_width >= 16 else f"needs heads of 16 or wider, not {head_width}"
-    if capability[0] != 9 or torch.version.cuda is None:
-        here = f"{'.'.join(map(str, capability))} here" if device.type == "cuda" else f"the device is {device}"
-        return f"needs an NVIDIA Hopper GPU, compute capability 9.x ({here})"
-    if dtype != torch.bfloat16:
-        return f"computes in bfloat16, not in {str(dtype).removeprefix('torch.')}"
+    fits = capability[0] == 9 if name == "fa3" else capability >= (8, 0)
+    if not fits or torch.version.cuda is None:
+        wanted = "Hopper GPU, compute capability 9.x" if name == "fa3" else "GPU, compute capability 8.0 or later"
+        here = "torch is no CUDA build" if torch.version.cuda is None else f"{'.'.join(map(str, capability))} here"
+        here = here if device.type == "cuda" else f"the device is {device}"
+        return f"needs an NVIDIA {wanted} ({here})"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"computes in bfloat16 or float16, not in {str(dtype).removeprefix('torch.')}"
     if head_width is not None and (head_width % 8 or head_width > 256):
         return f"needs heads of 8n up to 256 channels, not {head_width}"
-    try:
-        flash.load()
-    except flash.Unavailable as e:
-        return f"has no kernel: {e}"
     return None
+
+
+def failure(name: Backend, device: torch.device, dtype: torch.dtype, head_width: int | None) -> str | None:
+    """Why a backend that is made for this device does not work, found out by trying; None: it works."""
+    if name == "sdpa":
+        return None
+    trial = functools.partial(try_out, name, device, dtype, head_width or 128)
+    try:
+        flash.load(trial) if name == "fa3" else trial()
+    except flash.Unavailable as e:
+        return f"cannot be used: {e}"
+    except Exception as e:  # whatever a kernel may raise: another backend
+        return f"cannot be used: {flash.brief(e)}"
+    return None
+
+
+def try_out(name: Backend, device: torch.device, dtype: torch.dtype, head_width: int) -> None:
+    """A few tokens forward and backward, with documents and a window; raises what the kernel raises."""
+    gen = torch.Generator().manual_seed(0)  # the process's own stays as it is
+    q, k, v, g = (torch.randn(2, 16, 1, head_width, generator=gen).to(device, dtype) for _ in range(4))
+    documents_BT = (torch.arange(32, device=device) >= 5).long().view(2, 16)
+    results = []
+    with torch.enable_grad():
+        for function in (functools.partial(attend, backend=name), reference_attend):
+            qkv = [x.detach().requires_grad_() for x in (q, k, v)]
+            y = function(*qkv, documents_BT=documents_BT, window=3)
+            results.append((y, *torch.autograd.grad(y, qkv, g)))
+    if not all(torch.allclose(x, y, atol=0.1, rtol=0.1) for x, y in zip(*results, strict=True)):
+        raise ArithmeticError("its results are not those of attention")
 
 
 def reason(name: Backend, device: torch.device, lacks: dict[str, str]) -> str:
@@ -90,8 +130,8 @@ class Sight(NamedTuple):
     """Who may look at whom in one forward pass: made once, and shared by all layers."""
 
     backend: Backend
-    masks: dict[int | Tensor | None, Tensor | BlockMask | None]  # by window; None: plainly causal
-    edges: Tensor | None = None  # of the documents, for Flash Attention 3
+    masks: dict[int | Tensor | None, Tensor | None]  # by window; None: plainly causal
+    edges: Tensor | None = None  # of the documents, in place of masks
     longest: int = 0  # no document has more tokens
 
 
@@ -109,13 +149,10 @@ def sight(
 
     `longest` is the most tokens of a document; None: a row's.
     """
-    if backend == "fa3":
+    if takes_edges(backend):
         if edges is None:
             edges = row_edges(B, T, device) if documents_BT is None else edges_of(documents_BT)
         return Sight(backend, {}, edges, min(T, longest or T))
-    if backend == "flex":
-        fixed = [window for window in windows if not isinstance(window, Tensor)]
-        return Sight(backend, {window: block_mask(B, T, device, documents_BT, window) for window in fixed})
     return Sight(backend, {window: plain_mask(T, device, documents_BT, window) for window in windows})
 
 
@@ -173,7 +210,6 @@ def attend(
         shared = sight(backend, B, T, q_BTHK.device, [window], documents_BT)
     if shared.backend == "sdpa":
         mask = shared.masks[window]
-        assert mask is None or isinstance(mask, Tensor)
         if isinstance(window, int) and local(T, window):
             assert mask is not None
             return attend_locally(q_BTHK, k_BTHK, v_BTHK, window=window, mask=mask, scale=scale)
@@ -182,14 +218,10 @@ def attend(
     kind = q_BTHK.device.type
     if torch.is_autocast_enabled(kind):  # SDPA does so by itself
         q_BTHK, k_BTHK, v_BTHK = (x.to(torch.get_autocast_dtype(kind)) for x in (q_BTHK, k_BTHK, v_BTHK))
-    if shared.backend == "fa3":
-        assert shared.edges is not None
-        return attend_flash(
-            q_BTHK, k_BTHK, v_BTHK, edges=shared.edges, longest=shared.longest, window=window, scale=scale
-        )
-    block = shared.masks[window]
-    assert isinstance(block, BlockMask)
-    return attend_flex(q_BTHK, k_BTHK, v_BTHK, mask=block, scale=scale)
+    assert shared.edges is not None
+    return attend_flash(
+        shared.backend, q_BTHK, k_BTHK, v_BTHK, edges=shared.edges, longest=shared.longest, window=window, scale=scale
+    )
 
 
 def attend_masked(

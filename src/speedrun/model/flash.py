@@ -1,33 +1,45 @@
-"""Flash Attention 3 for Hopper GPUs: a kernel from the hub, through the optional package `kernels`.
+"""Attention over documents laid end to end, by one of two kernels for NVIDIA GPUs.
 
-It takes documents one after another, not a mask: rows are laid end to end, and `edges` says where each document begins.
+`fa3` is Flash Attention 3, for Hopper: a kernel from the hub, through the optional package `kernels`. `varlen` is
+torch's own `varlen_attn`, Flash Attention 2, from Ampere on. Neither takes a mask: `edges` says where documents begin.
 """
 
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+Kernel = Literal["fa3", "varlen"]
 HUB = ("kernels-community/flash-attn3", "varunneal/flash-attention-3")  # the hub's own build, then the records'
+# What each calls the edges (twice), the bound of a document's length (twice), the scale and the window.
+KEYWORDS: dict[Kernel, tuple[str, ...]] = {
+    "fa3": ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "window_size", "causal"),
+    "varlen": ("cu_seq_q", "cu_seq_k", "max_q", "max_k", "scale", "window_size"),
+}
 
-_varlen: Callable[..., Any] | None = None  # a plain global: torch.compile looks through it, not through a cache
+_fa3: Callable[..., Any] | None = None  # a plain global: torch.compile looks through it, not through a cache
 
 
 class Unavailable(Exception):
     """Why there is no kernel, as the end of a sentence."""
 
 
-def load() -> str:
-    """Fetch the kernel once (the hub keeps it on disk); returns where it came from."""
-    global _varlen
+def brief(e: Exception) -> str:
+    """Type and first line."""
+    return f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}".rstrip(": ")
+
+
+def load(try_out: Callable[[], None]) -> str:
+    """Fetch the kernel once (the hub keeps it on disk) and try it; returns where it came from."""
+    global _fa3
     try:
         from kernels import get_kernel
-    except ImportError as e:
-        raise Unavailable("the package `kernels` is not installed (pip install 'speedrun[gpu]')") from e
+    except Exception as e:  # also a package that is there and broken
+        raise Unavailable(f"the package `kernels` cannot be imported ({brief(e)})") from e
     problems = []
     for name in HUB:
         # Newer versions of the package load other people's builds only when told which ones.
@@ -35,11 +47,21 @@ def load() -> str:
         more = {"trust_remote_code": [name]} if trusts else {}
         try:
             module = get_kernel(name, version=1, **more)
-            _varlen = getattr(module, "flash_attn_interface", module).flash_attn_varlen_func
+            _fa3 = getattr(module, "flash_attn_interface", module).flash_attn_varlen_func
+            check_keywords(_fa3)
+            try_out()
             return name
         except Exception as e:  # whatever a download or a foreign binary may raise: the next one, or another backend
-            problems.append(f"{name}: {type(e).__name__}")
-    raise Unavailable(f"no kernel could be loaded from the hub ({'; '.join(problems)})")
+            problems.append(f"{name}: {brief(e)}")
+    _fa3 = None
+    raise Unavailable(f"none of the hub's builds works ({'; '.join(problems)})")
+
+
+def check_keywords(function: Callable[..., Any]) -> None:
+    parameters = inspect.signature(function).parameters
+    missing = [name for name in KEYWORDS["fa3"] if name not in parameters]
+    if missing:
+        raise TypeError(f"another version, whose flash_attn_varlen_func does not take {', '.join(missing)}")
 
 
 def edges_of(documents_BT: Tensor) -> Tensor:
@@ -58,6 +80,7 @@ def row_edges(B: int, T: int, device: torch.device) -> Tensor:
 
 
 def attend_flash(
+    kernel: Kernel,
     q_BTHK: Tensor,
     k_BTHK: Tensor,
     v_BTHK: Tensor,
@@ -67,18 +90,19 @@ def attend_flash(
     window: int | None,
     scale: float | None,
 ) -> Tensor:
-    """`longest`: no document has more tokens. The grid of the backward pass grows with it."""
-    assert _varlen is not None, "load() comes first"
+    """`longest`: no document has more tokens. The grid of the backward pass grows with it.
+
+    It is a bound: the longest document's own length would compile anew for every batch.
+    """
+    function = _fa3
+    if kernel == "varlen":
+        from torch.nn.attention.varlen import varlen_attn as function  # only here: it takes a second
+    assert function is not None, "load() comes first"
     B, T, H, K = q_BTHK.shape
-    y = _varlen(
-        *(x.reshape(B * T, H, K) for x in (q_BTHK, k_BTHK, v_BTHK)),
-        cu_seqlens_q=edges,
-        cu_seqlens_k=edges,
-        max_seqlen_q=longest,  # a bound: the longest document's own length would compile anew for every batch
-        max_seqlen_k=longest,
-        softmax_scale=1 / math.sqrt(K) if scale is None else scale,
-        causal=True,
-        window_size=(-1 if window is None else window, 0),
-    )
+    scale = 1 / math.sqrt(K) if scale is None else scale
+    seen = (-1 if window is None else window, 0)  # tokens back and ahead; -1: all
+    values = (edges, edges, longest, longest, scale, seen, True)
+    how: dict[str, Any] = dict(zip(KEYWORDS[kernel], values, strict=False))  # only one asks whether it is causal
+    y = function(*(x.reshape(B * T, H, K) for x in (q_BTHK, k_BTHK, v_BTHK)), **how)
     y = y[0] if isinstance(y, tuple) else y  # some builds return the log-sums beside it
     return y.view(B, T, H, K)

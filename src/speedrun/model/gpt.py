@@ -445,8 +445,8 @@ class GPT(nn.Module):
 
         `documents_BT` numbers the document of each position; attention stays inside a document. None: one document.
         `predict_M` weighs the losses of the next, the second next... token; None: the next one alone. `tied` is False
-        from the split on. `edges` are those of the documents (`flash.edges_of`), which Flash Attention 3 asks for;
-        a compiled graph must be given them, for it cannot count documents. `longest`: no document has more tokens.
+        from the split on. `edges` are those of the documents (`flash.edges_of`), which some backends ask for; a
+        compiled graph must be given them, for it cannot count documents. `longest`: no document has more tokens.
         """
         x_BTD = self.features(ids_BT, documents_BT, windows, edges, longest)
         weight = self.head_weight(tied)

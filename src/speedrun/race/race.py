@@ -83,7 +83,7 @@ class Race:
     dtype: str = "auto"
     """auto, float32 or bfloat16: the arithmetic of matmuls."""
     attention: str = "auto"
-    """auto, fa3, flex or sdpa."""
+    """auto, fa3, varlen or sdpa."""
     compile: bool = True
     """Use torch.compile where it works."""
     submit: Annotated[str | None, unset("NAME")] = None

@@ -42,6 +42,7 @@ class Machine:
     threads_reason: str
     attention: Backend
     attention_reason: str
+    attention_warning: str | None = None
     memory: int | None = None
     """Bytes of the GPU's memory that may be used; None: all there is."""
     here: bool = True
@@ -66,6 +67,7 @@ class Machine:
             f"arithmetic: {self.dtype_name} ({self.dtype_reason})",
             f"threads: {self.threads} ({self.threads_reason})",
             f"attention: {self.attention} ({self.attention_reason})",
+            *([self.attention_warning] if self.attention_warning else []),
         ]
 
 
@@ -101,9 +103,9 @@ def choose(
         found, why_dtype = _choose_dtype(chosen, threads, model, tokens)
     else:
         found, why_dtype = getattr(torch, dtype), "as asked"
-    backend, why_backend = choose_backend(attention, chosen, found, None if model is None else model.head_width)
+    kernel = choose_backend(attention, chosen, found, None if model is None else model.head_width)
     torch.set_num_threads(threads)
-    return Machine(chosen, why, found, why_dtype, threads, why_threads, backend, why_backend, limit)
+    return Machine(chosen, why, found, why_dtype, threads, why_threads, *kernel, limit)
 
 
 def by_name(name: str, memory: float | None, dtype: str, attention: str) -> Machine:
@@ -116,8 +118,9 @@ def by_name(name: str, memory: float | None, dtype: str, attention: str) -> Mach
         raise UserError(f"--attention {attention} was not measured for --device {name}; drop it, or pass {backend}.")
     limit = _checked_memory(memory, gpu.total_memory, gpu.name)
     why = "not here: from the table of compiled graphs"
+    memory_there = limit or gpu.total_memory
     return Machine(
-        torch.device("cuda"), gpu.name, torch.bfloat16, why, 1, why, backend, why, limit or gpu.total_memory, False
+        torch.device("cuda"), gpu.name, torch.bfloat16, why, 1, why, backend, why, None, memory_there, here=False
     )
 
 

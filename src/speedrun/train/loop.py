@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from speedrun.data.loader import Batch, Loader, Prefetcher, validation_batches
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError
+from speedrun.model.attention import takes_edges
 from speedrun.model.flash import edges_of
 from speedrun.model.gpt import GPT
 from speedrun.model.head import describe_fp8
@@ -233,7 +234,7 @@ class Trainer:
         documents = document_numbers(batch)
         windows = stage.windows and stage.windows.for_rows(batch.inputs.shape[1], self.device)
         edges, longest = None, None
-        if self.machine.attention == "fa3" and documents is not None:
+        if takes_edges(self.machine.attention) and documents is not None:
             if torch.is_grad_enabled() or self.recipe.validation.cut_documents:
                 longest = self.recipe.loader.max_document
             edges = edges_of(documents).to(self.device)

@@ -86,7 +86,7 @@ def start(
     options = dataclasses.replace(options, val_tokens=track.val_tokens)
     with joined(machine.device, options.patience, options.backend) as (team, watch):
         check_ranks(recipe, team.size)
-        handshake(team, facts(recipe, tokens, options))
+        handshake(team, facts(recipe, tokens, machine, options))
         machine = as_first(machine, team)
         path = team.everybodys(out or new_run_path(recipe, track, options.seed))[0]
         if team.rank:
@@ -156,7 +156,8 @@ def resume(
         saved = checkpoint.newest_good(Muted(path).checkpoints, notice=notices.append)
         if saved is not None:
             check_fits(saved, recipe)
-        handshake(team, facts(recipe, tokens, options) | {"checkpoint": None if saved is None else saved.step})
+        here = {"checkpoint": None if saved is None else saved.step}
+        handshake(team, facts(recipe, tokens, machine, options) | here)
         machine = as_first(machine, team)
         if team.rank:
             return _train(recipe, track, tokens, machine, options, Muted(path), quietly(recipe), saved, team, watch)
@@ -221,10 +222,16 @@ def as_first(machine: Machine, team: Team) -> Machine:
     return dataclasses.replace(machine, dtype=getattr(torch, team.everybodys(machine.dtype_name)[0]))
 
 
-def facts(recipe: Recipe, tokens: TokenFolder, options: Options) -> dict[str, Any]:
+def facts(recipe: Recipe, tokens: TokenFolder, machine: Machine, options: Options) -> dict[str, Any]:
     """What all ranks of a run must have in common."""
     packages = {"speedrun": speedrun.__version__, "torch": torch.__version__}
-    return {"recipe": to_dict(recipe), "data": hashes(tokens), "seed": options.seed, "packages": packages}
+    return {
+        "recipe": to_dict(recipe),
+        "data": hashes(tokens),
+        "seed": options.seed,
+        "packages": packages,
+        "attention": machine.attention,  # a kernel may load on one rank and not on another
+    }
 
 
 def quietly(recipe: Recipe) -> Report:
