@@ -154,6 +154,26 @@ MISTAKES = [
     ("train --dry-run --resume auto", "--dry-run does not go with --resume auto: it tells of a new run; drop one."),
     ("train --dry-run perhaps", "invalid choice 'perhaps' for argument '--dry-run'"),
     (
+        "train --dry-run --device h200",
+        "Unknown device 'h200'; choose auto, cpu, cuda, cuda:N or mps; with --dry-run also",
+    ),
+    ("train --dry-run --device h100 --memory 100", "--memory is 100 GB, but NVIDIA H100 80GB HBM3 has 85.5; choose"),
+    ("train --device 4090", "Unknown device '4090'; choose auto, cpu, cuda, cuda:N or mps. 4090 goes with --dry-run."),
+    ("train --memory 8", "--memory 8 is for a GPU, and the device is cpu; drop it."),
+    (
+        "train --dry-run --device h100 --track short --recipe interleaved --model.softcap tanh",
+        "It is not known whether this run fits: what a row of this recipe needs on NVIDIA H100 80GB HBM3 was not",
+    ),
+    ("train --dry-run --device 4090 --track medium --recipe medium", "shorten the rows (--schedule.length)"),
+    ("doctor --gpu-report", "--gpu-report is for a machine with a GPU, and torch sees none here"),
+    ("doctor --gpu-report --device cpu --recipe nobody", "Unknown recipe 'nobody'"),
+    ("doctor --gpu-report --device cpu --steps 0", "--steps is 0; it must be at least 1."),
+    (
+        "doctor --gpu-report --device cpu --out no/such/file",
+        "--out no/such/file is a folder, or in a folder that",
+    ),
+    ("doctor --nproc 2", "--nproc 2 goes with --gpu-report; drop it."),
+    (
         "train --track short --recipe muon --compiler.coordinate-descent True",
         "the rules of track 'short' allow no extra compiler flags; pass --compiler.coordinate-descent False.",
     ),
@@ -333,6 +353,25 @@ def test_a_dry_run_of_a_record_needs_neither_its_data_nor_its_memory(
     assert "There are no FineWeb train and no val shards in" in done.said
     assert "NorMuon" in done.out
     assert "tied, then split" in done.out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_for_gpus_that_are_not_here(speedrun: Speedrun, tmp_path: Path) -> None:
+    eight = ["--device", "h100", "--nproc", "8", "--recipe", "medium", "--track", "medium"]
+    done = speedrun("train", "--dry-run", *eight)
+    assert (done.code, done.err) == (0, "")
+    for words in (
+        "memory of each of 8 processes",
+        "rows at once, from the compiled graph",
+        "Micro-batches of 2 of 4 rows from step 1175 on",
+        "run `speedrun data fetch fineweb10B`",  # worth knowing, but no reason why it would not fit there
+        "time         not known: the device is not here",
+        "fits",
+    ):
+        assert words in done.out
+    one = speedrun("train", "--dry-run", "--device", "4090", "--recipe", "interleaved", "--track", "short")
+    assert (one.code, one.err) == (0, "")
+    assert "Micro-batches of 1 of 24 rows" in one.out
     assert list(tmp_path.iterdir()) == []
 
 

@@ -368,19 +368,18 @@ def dry_run(found: dryrun.DryRun) -> int:
     if memory.measured is None:
         kept = "not measured"
     say("\nmemory" + (f" of each of {found.ranks} processes" if found.ranks > 1 else ""))
-    grid(
-        [
-            ("weights", size(memory.weights), "with rotary tables"),
-            ("gradients", size(memory.gradients), ""),
-            ("optimizer state", size(memory.optimizer), "when it is fullest"),
-            ("transfers", size(memory.transfers), "where gradients of all processes are put together"),
-            ("copy of weights", size(memory.warm_up), "during the warm-up"),
-            ("this program", size(memory.process), ""),
-            ("activations", "?" if memory.measured is None else size(memory.activations), kept),
-            ("validation", size(memory.validation), "estimate, not at the same time as activations"),
-            ("together", size(memory.total), "of " + ("?" if memory.usable is None else size(memory.usable))),
-        ]
-    )
+    taken = [
+        ("weights", memory.weights, "with rotary tables"),
+        ("gradients", memory.gradients, ""),
+        ("optimizer state", memory.optimizer, "when it is fullest"),
+        ("transfers", memory.transfers, "where gradients of all processes are put together"),
+        ("copy of weights", memory.warm_up, "during the warm-up"),
+        ("this program", memory.process, ""),
+        ("activations", memory.activations, kept),
+        ("validation", memory.validation, "an estimate, not at the same time as activations"),
+        ("together", memory.total, "of " + ("?" if memory.usable is None else size(memory.usable))),
+    ]
+    grid([(what, size(many) if many else "?", why) for what, many, why in taken if many or what == "activations"])
     say(f"\ndisk         {found.checkpoints} x {size(found.checkpoint)} of checkpoints, {size(found.disk_free)} free")
     per_token = found.flops / recipe.schedule.tokens
     say(f"arithmetic   {per_token / 1e9:.3g} GFLOP per token, {found.flops:.3g} FLOP in all, without the optimizer's")
@@ -398,5 +397,7 @@ def dry_run(found: dryrun.DryRun) -> int:
         say(f"note         {note}")
     if found.problems:
         raise UserError("This run does not fit: " + " ".join(found.problems))
+    if found.unknown:
+        raise UserError(f"It is not known whether this run fits: {found.unknown}")
     say("fits         as far as can be known beforehand")
     return 0

@@ -108,6 +108,8 @@ class DryRun:
     """Training tokens in the data; None: it is not there."""
     problems: tuple[str, ...]
     """What does not fit, a sentence each."""
+    unknown: str | None
+    """Why it cannot be told whether it fits."""
     notes: tuple[str, ...]
     """What fits, but should be known."""
 
@@ -140,14 +142,11 @@ def examine(recipe: Recipe, track: Track, machine: Machine, options: Options, ou
     names = {p: name for name, p in model.named_parameters()}
     memory = memory_of(recipe, machine, options, ranks)
     problems += problems_of(memory, recipe)
-    if memory.measured is None:
-        problems.append(
-            f"What a row of this recipe needs on {machine.device_reason} was not measured: the table has the native "
-            "recipes as they are. Ask again on such a machine."
-        )
-    asked = options.micro_rows or -(-max(rows for rows, _ in schedule.shapes()) // ranks)
-    if memory.rows < asked:
-        notes.append(f"Micro-batches of {memory.rows} of {asked} rows: more do not fit into memory at once.")
+    for stage in schedule.visits():
+        mine, rows = -(-stage.rows // ranks), memory.micro_rows.get(stage.shape)
+        note = f"Micro-batches of {rows} of {mine} rows from step {stage.step} on: more do not fit into memory at once."
+        if rows is not None and rows < mine and memory.measured is not None:
+            notes.append(note)
 
     size = checkpoint_bytes(recipe, list(names), states)
     count = options.keep + 1 if options.checkpoint_every else int(options.final_checkpoint)
@@ -177,6 +176,10 @@ def examine(recipe: Recipe, track: Track, machine: Machine, options: Options, ou
         flops_per_second=matmul_speed(machine, recipe.model) if machine.here else None,
         tokens_there=tokens_there,
         problems=tuple(problems),
+        unknown=None
+        if memory.measured is not None
+        else f"what a row of this recipe needs on {machine.device_reason} was not measured; the table has the native "
+        "recipes as they are. Ask again on such a machine.",
         notes=tuple(notes),
     )
 

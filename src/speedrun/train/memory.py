@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from speedrun.model.attention import takes_edges
 from speedrun.model.flash import row_edges
 from speedrun.model.gpt import GPT
+from speedrun.model.head import piece_rows
 from speedrun.optim.config import build_optimizer
 from speedrun.train import gpus, telemetry
 from speedrun.train.config import Options, Recipe
@@ -180,10 +181,13 @@ def fitting(rows: int, row: int, left: int) -> int:
 
 def validation_bytes(recipe: Recipe, machine: Machine, options: Options) -> int:
     v, last = recipe.validation, recipe.schedule.after(recipe.schedule.total)
-    found = None
-    if machine.device.type == "cuda" and options.compile:
-        found = bytes_at_once(recipe, last, v.rows, machine.attention, training=False)
-    return LOGIT_COPIES * 4 * v.rows * v.length * recipe.model.vocab if found is None else found
+    tokens, vocab = v.rows * v.length, recipe.model.vocab
+    if machine.device.type == "cuda":
+        found = bytes_at_once(recipe, last, v.rows, machine.attention, training=False) if options.compile else None
+        if found is not None:
+            return found
+        tokens = piece_rows(tokens, torch.empty(vocab, recipe.model.width, device="meta"))
+    return LOGIT_COPIES * 4 * tokens * vocab
 
 
 def row_bytes(recipe: Recipe, machine: Machine, stage: Stage) -> int:
