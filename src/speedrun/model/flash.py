@@ -30,11 +30,11 @@ class Unavailable(Exception):
 
 def brief(e: Exception) -> str:
     """Type and first line."""
-    return f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}".rstrip(": ")
+    return ": ".join([type(e).__name__, *str(e).strip().splitlines()[:1]])
 
 
-def load(try_out: Callable[[], None]) -> str:
-    """Fetch the kernel once (the hub keeps it on disk) and try it; returns where it came from."""
+def load(try_out: Callable[[], None]) -> None:
+    """Fetch the kernel once (the hub keeps it on disk) and try it."""
     global _fa3
     try:
         from kernels import get_kernel
@@ -50,7 +50,7 @@ def load(try_out: Callable[[], None]) -> str:
             _fa3 = getattr(module, "flash_attn_interface", module).flash_attn_varlen_func
             check_keywords(_fa3)
             try_out()
-            return name
+            return
         except Exception as e:  # whatever a download or a foreign binary may raise: the next one, or another backend
             problems.append(f"{name}: {brief(e)}")
     _fa3 = None
