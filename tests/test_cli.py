@@ -198,8 +198,8 @@ MISTAKES = [
     ("train --data TOKENS --out a-file", "a-file is in the way"),
     ("train --data TOKENS --out a-file/below/it", "a-file/below is in the way"),
     ("train --data TOKENS --out UNWRITABLE/run", "UNWRITABLE/run cannot be written: permission denied."),
-    ("train --data TOKENS --device tpu", "Unknown device 'tpu'; choose auto, cpu, cuda, cuda:N or mps."),
-    ("train --data TOKENS --device cpu:x", "Unknown device 'cpu:x'; choose auto, cpu, cuda, cuda:N or mps."),
+    ("train --data TOKENS --device tpu", "Unknown device 'tpu'; choose auto, cpu, cuda, cuda:N or mps"),
+    ("train --data TOKENS --device cpu:x", "Unknown device 'cpu:x'; choose auto, cpu, cuda, cuda:N or mps"),
     ("train --data TOKENS --dtype float8", "Unknown dtype 'float8'; choose auto, float32 or bfloat16."),
     ("train --data TOKENS --attention flash", "Unknown attention 'flash'; choose auto, fa3, varlen, sdpa."),
     (

@@ -1,0 +1,123 @@
+"""The report of a first run on a GPU: here on a CPU, in one and two processes, and what it calls wrong."""
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from speedrun import gpu_report
+from speedrun.doctor import examine
+from speedrun.model import head
+from speedrun.optim.pipeline import Team
+from speedrun.train import memory
+from speedrun.train.config import Options, with_fields
+from speedrun.train.device import choose
+from tests.distributed.ranks import together
+from tests.recipes.test_lineage import tiny
+
+
+def report(rank: int, size: int, out: str) -> list[str]:
+    """What one rank is told while the report is made."""
+    machine = choose("cpu", "float32", 1)
+    team = Team.of(None) if size > 1 else Team()
+    told: list[str] = []
+    recipe = with_fields(tiny("interleaved"), {"model.fp8_head": True})
+    gpu_report.write(
+        recipe, machine, Options(compile=False), team, examine(machine), Path(out), 2, told.append,
+        lambda rows: told.extend(" ".join(row) for row in rows),
+    )  # fmt: skip
+    return told
+
+
+def table(text: str, title: str) -> dict[str, tuple[str, str]]:
+    """{what: (predicted, measured)} of one section."""
+    section = text.split(f"## {title}")[1].split("\n## ")[0]
+    cells = [[c.strip() for c in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("| ")]
+    return {what: (predicted, measured) for what, predicted, measured in cells[1:]}
+
+
+def test_every_kind_of_step_is_measured(tmp_path: Path) -> None:
+    told = report(0, 1, str(tmp_path / "report.md"))
+    text = (tmp_path / "report.md").read_text()
+    kinds = gpu_report.kinds_of_steps(tiny("interleaved"))
+    assert len({(s.rows, len(s.predict), s.tied) for s in kinds}) == len(kinds) > 2
+    for stage in kinds:
+        lines = table(text, f"Step {stage.step}, {stage.rows} x {stage.length} tokens")
+        assert lines["passes over the model"] == ("-", f"1 of {stage.rows} rows")
+        assert lines["kernel launches"] == ("not predicted", "no GPU")
+        assert "tokens per second" in lines["step"][1]
+    assert "ms" in table(text, "Validation")["batch"][1]
+    parity = table(text, "Attention and 8-bit head")
+    assert {what for what in parity if "8-bit" in what} == {f"8-bit head, {x}" for x in ("product", "dx", "dW")}
+    assert not any("wrong" in measured for _, measured in parity.values())
+    assert "- torch: " in text
+    assert any(line.startswith("attention by sdpa, window 64: output below 0.02 ") for line in told)
+
+
+def test_what_is_wrong_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, recipe = choose("cpu", "float32", 1), with_fields(tiny("interleaved"), {"model.fp8_head": True})
+    monkeypatch.setattr(gpu_report, "attend", lambda q, k, v, **_: q + k + v)
+    monkeypatch.setattr(gpu_report, "fp8_linear", lambda x, w, *_: head.fp8_linear(x, 0.9 * w, 1.0, 1.0, 1.0))
+    assert all(line.measured.endswith("**wrong**") for line in gpu_report.parity(recipe, machine))
+
+
+def test_predictions_come_from_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's numbers in place of this CPU's: twice the rows take two passes, or twice the memory."""
+    recipe, machine = tiny("interleaved"), choose("cpu", "float32", 1)
+    stage = recipe.schedule.at(0)
+    part = {"kernels": 100, "products": 11, "bytes": 5 * 10**9}
+    row = {"graph": memory.graph_of(recipe, stage, "sdpa"), "rows": 1, "peak": 2**30, "forward": part, "backward": part}
+    monkeypatch.setattr(memory, "table", lambda: [row])
+    monkeypatch.setattr(torch.compiler, "set_stance", lambda _: None)
+    monkeypatch.setattr("speedrun.train.loop.compiled", lambda model, *_: (model, None))
+    trainer = made_up_trainer(recipe, machine)
+    trainer.fitting = {stage.shape: 1}
+    found = {line.what: line for line in gpu_report.step_lines(trainer, stage, 1)}
+    assert found["kernel launches"].predicted.startswith(f"{222 * stage.rows}")
+    assert found["bytes that kernels touch"].predicted == f"{10 * stage.rows:.1f} GB"
+    assert found["bytes that kernels touch"].measured.startswith("if so, ")
+    m = memory.memory_of(recipe, machine, Options())
+    assert found["memory at most"].predicted == memory.gib(m.fixed - m.warm_up + 2**30)
+
+
+def made_up_trainer(recipe: Any, machine: Any) -> Any:
+    from speedrun.train.distributed import Muted
+    from speedrun.train.loop import Trainer
+    from speedrun.train.progress import Report
+
+    tokens: Any = SimpleNamespace(vocab_size=recipe.model.vocab)
+    return Trainer(recipe, tokens, machine, Options(), Muted(Path("nowhere")), Report(1, quiet=True), Team())
+
+
+def test_launches_and_syncs_are_those_of_the_profiler() -> None:
+    names = ["cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernelEx", "aten::add", "cudaMemcpyAsync"]
+    names += ["cudaStreamSynchronize"] * 2 + ["cudaGraphLaunch"]
+    profiled = SimpleNamespace(events=lambda: [SimpleNamespace(name=name) for name in names])
+    assert gpu_report.counted(profiled) == (4, {"cudaStreamSynchronize": 2})  # type: ignore[arg-type]
+
+
+def test_several_ranks_agree_on_the_order_of_transfers(tmp_path: Path) -> None:
+    told = together(tmp_path, 2, report, str(tmp_path / "report.md"))
+    assert told[1] == [], "rank 0 writes"
+    order = table((tmp_path / "report.md").read_text(), "Order of transfers")
+    assert order["the same on all ranks"] == ("yes", "yes")
+    assert "reduce" in order["order"][1]
+    assert "gather" in order["order"][1]
+    assert order["host waits"][1].count("ms") == 2
+
+
+def test_ranks_that_differ_in_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    span = SimpleNamespace(kind="launch", op="reduce", item="a", start=0.0, end=1.0)
+    sharded = SimpleNamespace(trace=None)
+    schedule = SimpleNamespace(at=lambda _: tiny("interleaved").schedule.at(0))
+    trainer: Any = SimpleNamespace(
+        sharded=sharded,
+        recipe=SimpleNamespace(schedule=schedule),
+        made_up=lambda *_: None,
+        step=lambda *_: sharded.trace.append(span),
+        team=SimpleNamespace(everybodys=lambda mine: [mine, (["gather a"], 0.0)]),
+    )
+    assert dataclasses.astuple(gpu_report.order_lines(trainer)[0]) == ("the same on all ranks", "yes", "**no**")
