@@ -18,6 +18,8 @@ from torch import Tensor
 from torch._inductor import ir
 from torch._inductor.graph import GraphLowering
 
+from benchmarks.gpu.declared import WAITS, launches_of
+
 # A gradient in 8 bits is made from a scaled copy in 16, and is transposed: 1.5 times the gradient at most.
 SCRATCH = {"speedrun.fp8_product": 1.5, "speedrun.fp8_gradients": 1.5}
 
@@ -30,7 +32,11 @@ class Lowered:
     kernels: int
     """Launches of Triton kernels."""
     products: int
-    """Launches of cuBLAS and of opaque operators."""
+    """Calls of cuBLAS and of opaque operators, all of which are declared."""
+    launches: int
+    """Of all of them; an opaque operator may launch several kernels."""
+    waits: int
+    """How often opaque operators wait for the GPU, by what they declare."""
     bytes: int
     """Read and written by all of them, as Inductor counts."""
     saved: int
@@ -69,16 +75,10 @@ def lower(
     found: list[Lowered] = []
 
     def keep(graph: GraphLowering) -> types.ModuleType:
-        code, _ = graph.codegen()
-        found.append(measure(graph, code.value))
+        lowered, module = taken(graph, stop)
+        found.append(lowered)
         waits.extend(syncs(graph))
-        module = types.ModuleType("lowered")
-        module.call = stop  # type: ignore[attr-defined]
-        with tempfile.NamedTemporaryFile("w", suffix=".py", delete=False) as file:
-            file.write(code.value)
-        module.__file__ = graph.cache_path = file.name
-        graph.cache_key, graph.cache_linemap = "lowered", []
-        made.append(Path(file.name))
+        made.append(Path(str(module.__file__)))
         return module
 
     def stop(_: object) -> None:
@@ -104,24 +104,47 @@ def lower(
     return found
 
 
+def taken(graph: GraphLowering, call: Callable[[Any], Any]) -> tuple[Lowered, types.ModuleType]:
+    """What a graph was lowered to, and a module that calls `call` in its place. Its file is the caller's to remove."""
+    code, _ = graph.codegen()
+    module = types.ModuleType("lowered")
+    module.call = call  # type: ignore[attr-defined]
+    with tempfile.NamedTemporaryFile("w", suffix=".py", delete=False) as file:
+        file.write(code.value)
+    module.__file__ = graph.cache_path = file.name
+    graph.cache_key, graph.cache_linemap = "lowered", []
+    return measure(graph, code.value), module
+
+
 def syncs(graph: GraphLowering) -> list[str]:
-    """The lines that read a number back, innermost of those outside of torch."""
-    found = []
-    for node in graph.module.graph.nodes:
-        if "_local_scalar_dense" in str(node.target):
-            lines = [line.strip() for line in node.meta.get("stack_trace", "").splitlines()]
-            ours = [i for i, line in enumerate(lines) if line.startswith("File ") and "/torch/" not in line]
-            found.append(" ".join(lines[ours[-1] : ours[-1] + 2]) if ours else str(node))
-    return found
+    """The lines that read a number back."""
+    return [written(node) for node in graph.module.graph.nodes if "_local_scalar_dense" in str(node.target)]
+
+
+def origin(graph: GraphLowering, namespace: str, name: str) -> str:
+    """The line that first calls an operator."""
+    nodes = (n for n in graph.module.graph.nodes if str(n.target).startswith(f"{namespace}.{name}."))
+    return next(map(written, nodes), "a line unknown")
+
+
+def written(node: torch.fx.Node) -> str:
+    """Where a node comes from: the innermost line outside of torch."""
+    lines = [line.strip() for line in node.meta.get("stack_trace", "").splitlines()]
+    ours = [i for i, line in enumerate(lines) if line.startswith("File ") and "/torch/" not in line]
+    return " ".join(lines[ours[-1] : ours[-1] + 2]) if ours else str(node)
 
 
 def measure(graph: GraphLowering, code: str) -> Lowered:
     total, _, _ = graph.count_bytes()
     outputs = {name for name in graph.get_output_names() if name in graph.name_to_buffer}
+    kernels, products = code.count(".run("), len(re.findall(r"extern_kernels\.\w+\(", code))
+    operators = re.findall(r"= torch\.ops\.(\w+)\.(\w+)[\w.]*\(", code)
     return Lowered(
         backward=bool(graph.is_backward),
-        kernels=code.count(".run("),
-        products=len(re.findall(r"extern_kernels\.\w+\(|= torch\.ops\.[\w.]+\(", code)),
+        kernels=kernels,
+        products=products + len(operators),
+        launches=kernels + products + sum(launches_of(*operator, origin(graph, *operator)) for operator in operators),
+        waits=sum(WAITS.get("::".join(operator), 0) for operator in operators),
         bytes=int(total),
         saved=0 if graph.is_backward else sum(size_of(graph, name) for name in outputs),
         peak=peak(graph, code),
