@@ -37,7 +37,7 @@ from speedrun.train.config import Options, Recipe
 from speedrun.train.device import Machine
 from speedrun.train.distributed import Muted
 from speedrun.train.loop import Trainer
-from speedrun.train.memory import compiled_graph, gib, memory_of
+from speedrun.train.memory import compiled_graph, gib, memory_of, table
 from speedrun.train.progress import Report
 from speedrun.train.schedule import Stage
 
@@ -87,10 +87,8 @@ def write(
 
 def environment(recipe: Recipe, machine: Machine, team: Team, findings: list[Finding]) -> str:
     gpu = torch.cuda.get_device_properties(machine.device) if machine.device.type == "cuda" else None
-    about = [
-        f"# {recipe.name} at {recipe.track} size: {gpu.name if gpu else machine.device}, {team.size} processes",
-        "",
-    ]
+    where = f"{team.size} x {gpu.name if gpu else machine.device}"
+    about = [f"# {recipe.name} at {recipe.track} size on {where}", ""]
     about += [f"- {f.what}: {f.chosen} ({f.why})" for f in findings if not f.what.startswith("data")]
     if gpu:
         about.append(f"- GPU: {gpu.name}, compute capability {gpu.major}.{gpu.minor}, {gib(gpu.total_memory)}")
@@ -192,15 +190,18 @@ def step_lines(trainer: Trainer, stage: Stage, steps: int) -> list[Line]:
     with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]) as profiled:
         trainer.step(gentle, batch)
     launches, syncs = counted(profiled)
+    waited = ", ".join(f"{n} x {name}" for name, n in syncs.items()) or "none"
 
     rows = -(-stage.rows // trainer.team.size)
     at_once = min(trainer.micro_rows or trainer.fitting.get(stage.shape, rows), rows)
     passes = math.ceil(rows / at_once)
     graph = compiled_graph(recipe, stage, trainer.machine.attention) if trainer.options.compile else None
-    kernels, held, moved, rate = UNKNOWN, UNKNOWN, 0.0, ""
+    kernels, waits, held, moved, rate = UNKNOWN, UNKNOWN, UNKNOWN, 0.0, ""
     if graph is not None:
         both = graph["forward"], graph["backward"]
-        kernels = f"{passes * sum(part['kernels'] + part['products'] for part in both):,} and the optimizer's"
+        inside = passes * sum(part["launches"] for part in both)
+        kernels = " or ".join(f"{inside + n:,}" for n in around(recipe, trainer.team.size, "launches")) or UNKNOWN
+        waits = " or ".join(f"{n}" for n in around(recipe, trainer.team.size, "syncs")) or UNKNOWN
         moved = sum(part["bytes"] for part in both) * rows / graph["rows"]
         rate = f"if so, {moved / seconds / 1e9:,.0f} GB/s"
         memory = memory_of(recipe, trainer.machine, trainer.options, trainer.team.size)
@@ -212,11 +213,15 @@ def step_lines(trainer: Trainer, stage: Stage, steps: int) -> list[Line]:
         Line("passes over the model", "", f"{passes} of {at_once} rows"),
         Line("bytes that kernels touch", f"{moved / 1e9:.1f} GB" if moved else UNKNOWN, rate),
         Line("kernel launches", kernels, f"{launches:,}" if gpu else "no GPU"),
-        Line(
-            "host syncs", "", ", ".join(f"{n} x {name}" for name, n in syncs.items()) or ("none" if gpu else "no GPU")
-        ),
+        Line("host syncs", waits, waited if gpu else "no GPU"),
         Line("memory at most", held, peak),
     ]
+
+
+def around(recipe: Recipe, ranks: int, what: str) -> list[int]:
+    """Launches or syncs of a step of a native recipe beside the compiled model's, of each kind: Adam may sit out."""
+    where = f"step of {recipe.name}, {f'{ranks} ranks' if ranks > 1 else '1 GPU'}"
+    return [row[what] for row in table() if row["name"] == where or row["name"].startswith(f"{where},")]
 
 
 def validation_lines(trainer: Trainer) -> list[Line]:

@@ -14,7 +14,7 @@ from speedrun.errors import UserError
 from speedrun.model.gpt import GPT, GPTConfig, Windows, flops_per_token
 from speedrun.recipes import LINEAGE, get_recipe
 from speedrun.tracks import get_track, own_track
-from speedrun.train import dryrun, telemetry
+from speedrun.train import dryrun, memory, telemetry
 from speedrun.train.config import Options, Recipe, with_fields
 from speedrun.train.device import choose
 from speedrun.train.dryrun import DryRun, examine, spans_of, turns
@@ -115,7 +115,7 @@ def test_activations_are_what_autograd_keeps(tokens: TokenFolder, tmp_path: Path
         model(ids, ids)
     own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
     real = sum(size for storage, size in kept.items() if storage not in own)
-    logits = dryrun.GRADIENT_COPIES * 4 * 32 * 4096
+    logits = memory.GRADIENT_COPIES * 4 * 32 * 4096
     assert look(TINY, tokens, tmp_path).memory.row == pytest.approx(real + logits, rel=0.01)
 
 

@@ -142,11 +142,15 @@ def examine(recipe: Recipe, track: Track, machine: Machine, options: Options, ou
     names = {p: name for name, p in model.named_parameters()}
     memory = memory_of(recipe, machine, options, ranks)
     problems += problems_of(memory, recipe)
-    for stage in schedule.visits():
-        mine, rows = -(-stage.rows // ranks), memory.micro_rows.get(stage.shape)
-        note = f"Micro-batches of {rows} of {mine} rows from step {stage.step} on: more do not fit into memory at once."
-        if rows is not None and rows < mine and memory.measured is not None:
-            notes.append(note)
+    smaller: dict[tuple[int, int], int] = {}  # (rows, of how many): since which step
+    for stage in schedule.visits() if memory.measured is not None else ():
+        mine = -(-stage.rows // ranks)
+        if (rows := memory.micro_rows.get(stage.shape, mine)) < mine:
+            smaller.setdefault((rows, mine), stage.step)
+    notes += [
+        f"Micro-batches of {rows} of {mine} rows from step {step} on: more do not fit into memory at once."
+        for (rows, mine), step in smaller.items()
+    ]
 
     size = checkpoint_bytes(recipe, list(names), states)
     count = options.keep + 1 if options.checkpoint_every else int(options.final_checkpoint)

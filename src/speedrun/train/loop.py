@@ -41,7 +41,7 @@ from speedrun.train.config import Options, Recipe
 from speedrun.train.device import Machine, compiled
 from speedrun.train.distributed import Muted
 from speedrun.train.load import Load, Pace, SleepWhileBusy, busy_line
-from speedrun.train.memory import memory_of
+from speedrun.train.memory import check_rows, memory_of
 from speedrun.train.progress import Report
 from speedrun.train.runlog import Result, RunFolder, Status, now, train_line, val_line
 from speedrun.train.schedule import Stage
@@ -121,7 +121,9 @@ class Trainer:
         self.micro_rows = options.micro_rows
         self.fitting: dict[tuple[object, ...], int] = {}  # rows of a micro-batch by the shape of a stage, on a GPU
         if self.device.type == "cuda" and options.micro_rows is None:
-            self.fitting = memory_of(recipe, machine, options, self.team.size).micro_rows
+            memory = memory_of(recipe, machine, options, self.team.size)
+            check_rows(memory, recipe, torch.cuda.get_device_properties(self.device).total_memory)
+            self.fitting = memory.micro_rows
         self.clock = Clock(self.device)
         self.start = 0
         self.loader_state: dict[str, Any] | None = None

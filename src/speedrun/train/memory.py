@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from speedrun.errors import UserError
 from speedrun.model.attention import takes_edges
 from speedrun.model.flash import row_edges
 from speedrun.model.gpt import GPT
@@ -249,6 +250,12 @@ def problems_of(memory: Memory, recipe: Recipe) -> list[str]:
             f"but {gib(left)} of memory are left for it; {way}."
         )
     return found
+
+
+def check_rows(memory: Memory, recipe: Recipe, there: int) -> None:
+    """Refuse a run whose rows cannot fit one by one into the whole of a GPU's memory, before anything is compiled."""
+    if memory.measured and memory.fixed + memory.row > there:
+        raise UserError(problems_of(memory, recipe)[0])
 
 
 def checkpoint_bytes(recipe: Recipe, parameters: list[nn.Parameter], states: dict[Any, int]) -> int:
