@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "recipes": {"errors", "data", "model", "optim", "train"},
     "sample": {"errors", "data", "model", "train"},
     "doctor": {"errors", "files", "data", "model", "tracks", "train"},
+    "gpu_report": {"errors", "files", "data", "model", "optim", "train", "doctor"},
     "race": {"errors", "checks", "options", "files", "tracks", "train", "recipes"},
     "report": {"errors", "options", "files", "model", "optim", "tracks", "train", "recipes", "race"},
 }

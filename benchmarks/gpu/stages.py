@@ -161,6 +161,7 @@ fa3_forward.register_autograd(backward, setup_context=remember)
 def stand_in(
     q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
     max_seqlen_k: int, softmax_scale: float, causal: bool, window_size: tuple[int, int],
+    deterministic: bool,
 ) -> Tensor:  # fmt: skip
     return fa3_forward(q, k, v, cu_seqlens_q, max_seqlen_q, softmax_scale, window_size[0])[0]
 

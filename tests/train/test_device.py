@@ -1,5 +1,6 @@
 """Device and arithmetic: what is chosen, and that finding out cannot hurt."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,22 @@ def test_every_rank_computes_on_the_gpu_of_its_local_rank(asked: str, monkeypatc
         assert chosen.device == torch.device("cuda", rank)
         assert gpus.current == rank, "the current device, on which streams and events are made"
         assert ("LOCAL_RANK" in chosen.device_reason) == (asked == "cuda:0" and rank > 0)
+
+
+def test_a_gpu_is_deterministic_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    Gpus(monkeypatch, 1)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    try:
+        device.choose("cuda", threads=1, attention="sdpa")
+        assert not torch.are_deterministic_algorithms_enabled()
+        device.choose("cpu", "float32", threads=1, deterministic=True)
+        assert not torch.are_deterministic_algorithms_enabled(), "a CPU is so anyway"
+        chosen = device.choose("cuda", threads=1, attention="sdpa", deterministic=True)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert chosen.device_reason.endswith(", deterministic")
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("asked", ["auto", "cuda", "cuda:0"])

@@ -51,10 +51,14 @@ class Machinery:
 
     memory: Annotated[float | None, unset("GB")] = None
     """GB of a GPU's memory to keep to, of 1e9 bytes; default: all of it."""
+    deterministic: bool = False
+    """On a GPU, use kernels that give the same bits every time; slower."""
 
     def choose(self, recipe: Recipe) -> Machine:
         tokens = max(stage.tokens for stage in recipe.schedule.visits())
-        return choose(self.device, self.dtype, self.threads, self.attention, recipe.model, tokens, self.memory)
+        return choose(
+            self.device, self.dtype, self.threads, self.attention, recipe.model, tokens, self.memory, self.deterministic
+        )
 
 
 @dataclass(frozen=True)

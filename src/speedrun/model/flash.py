@@ -15,9 +15,13 @@ from torch import Tensor
 
 Kernel = Literal["fa3", "varlen"]
 HUB = ("kernels-community/flash-attn3", "varunneal/flash-attention-3")  # the hub's own build, then the records'
-# What each calls the edges (twice), the bound of a document's length (twice), the scale and the window.
+# What each calls the edges (twice), the bound of a document's length (twice), the scale and the window; torch's own is
+# causal by its window, and deterministic where torch is.
 KEYWORDS: dict[Kernel, tuple[str, ...]] = {
-    "fa3": ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "window_size", "causal"),
+    "fa3": (
+        *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "window_size"),
+        *("causal", "deterministic"),
+    ),
     "varlen": ("cu_seq_q", "cu_seq_k", "max_q", "max_k", "scale", "window_size"),
 }
 
@@ -101,8 +105,8 @@ def attend_flash(
     B, T, H, K = q_BTHK.shape
     scale = 1 / math.sqrt(K) if scale is None else scale
     seen = (-1 if window is None else window, 0)  # tokens back and ahead; -1: all
-    values = (edges, edges, longest, longest, scale, seen, True)
-    how: dict[str, Any] = dict(zip(KEYWORDS[kernel], values, strict=False))  # only one asks whether it is causal
+    values = (edges, edges, longest, longest, scale, seen, True, torch.are_deterministic_algorithms_enabled())
+    how: dict[str, Any] = dict(zip(KEYWORDS[kernel], values, strict=False))
     y = function(*(x.reshape(B * T, H, K) for x in (q_BTHK, k_BTHK, v_BTHK)), **how)
     y = y[0] if isinstance(y, tuple) else y  # some builds return the log-sums beside it
     return y.view(B, T, H, K)

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -79,14 +80,19 @@ def choose(
     model: GPTConfig | None = None,
     tokens: int = 2048,
     memory: float | None = None,
+    deterministic: bool = False,
 ) -> Machine:
     """Decide where and how to compute; set torch's current device and thread count before anything uses them.
 
     Values other than 'auto' are obeyed or refused. `model` is what will be computed, on so many `tokens` at a time: not
     every attention kernel takes every width, and which arithmetic is faster on a CPU depends on the shapes. `memory` is
-    in GB of 1e9 bytes.
+    in GB of 1e9 bytes. `deterministic` is for GPUs: a CPU is so anyway.
     """
     chosen, why = _choose_device(device)
+    if deterministic and chosen.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when it is first used
+        torch.use_deterministic_algorithms(True)
+        why += ", deterministic"
     limit = _choose_memory(memory, chosen)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
