@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from speedrun.data.shards import TokenFolder
@@ -60,6 +60,7 @@ def test_rows_take_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
 # -------------------------------------------------------------------- micro-batches
 
 
+@example(rows=4, row=10, left=20)
 @given(rows=st.integers(1, 64), row=st.integers(1, 1000), left=st.integers(-100, 70_000))
 def test_micro_batches_are_as_few_as_fit(rows: int, row: int, left: int) -> None:
     size = fitting(rows, row, left)
@@ -149,8 +150,18 @@ def test_a_warm_up_that_ran_out_of_memory_visits_all_stages_again(tokens: TokenF
 # -------------------------------------------------------------------- bad input
 
 
+@pytest.mark.parametrize("content", [None, "", "<<<<<<< HEAD"])
+def test_a_table_that_cannot_be_read(content: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory.gpus, "TABLE", tmp_path / "gpus.json")
+    if content is not None:
+        (tmp_path / "gpus.json").write_text(content)
+    memory.table.cache_clear()
+    with pytest.raises(UserError, match=r"gpus.json is missing or damaged .*; install speedrun again"):
+        memory.table()
+
+
 def test_memory_that_is_not_there() -> None:
-    for asked in (0, -1, 200, float("nan")):
+    for asked in (0, 1e-10, -1, 200, float("nan"), float("inf")):
         with pytest.raises(UserError, match=r"--memory is .* GB, but NVIDIA H100 80GB HBM3 has 85.5; choose"):
             by_name("h100", asked, "auto", "auto")
     with pytest.raises(UserError, match="--memory 8 is for a GPU, and the device is cpu"):

@@ -152,7 +152,10 @@ def graph_of(recipe: Recipe, stage: Stage, attention: str, *, training: bool = T
 
 @functools.cache
 def table() -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = json.loads(gpus.TABLE.read_text())
+    try:
+        rows: list[dict[str, Any]] = json.loads(gpus.TABLE.read_text())
+    except (OSError, ValueError) as e:
+        raise UserError(f"{gpus.TABLE} is missing or damaged ({e}); install speedrun again.") from e
     return rows
 
 
