@@ -378,6 +378,21 @@ def test_a_dry_run_for_gpus_that_are_not_here(speedrun: Speedrun, tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
+def test_memory_grows_in_place_unless_told_otherwise(speedrun: Speedrun, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    with monkeypatch.context() as older:
+        older.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:native")
+        speedrun("--version")
+        assert "PYTORCH_ALLOC_CONF" not in os.environ
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
+    speedrun("--version")
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "backend:native"
+    del os.environ["PYTORCH_ALLOC_CONF"]
+    speedrun("--version")
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+
+
 def test_a_report_that_would_not_fit_into_memory_is_refused(
     speedrun: Speedrun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

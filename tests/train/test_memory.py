@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,12 +11,16 @@ from hypothesis import strategies as st
 
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError
+from speedrun.model.gpt import GPT
 from speedrun.recipes import get_recipe
 from speedrun.train import memory
 from speedrun.train.config import Options, with_fields
 from speedrun.train.device import by_name, choose
+from speedrun.train.distributed import Muted
 from speedrun.train.gpus import ATTENTION, GPUS
+from speedrun.train.loop import Trainer
 from speedrun.train.memory import bytes_at_once, check_rows, fitting, graph_of, memory_of, problems_of
+from speedrun.train.progress import Report
 from tests.train.tiny import TINY, tiny_trainer
 
 NATIVE = [("interleaved", "short"), ("normuon", "short"), ("muon", "short"), ("medium", "medium")]
@@ -125,6 +130,28 @@ def test_the_trainer_takes_what_fits(tokens: TokenFolder, tmp_path: Path) -> Non
     parts.micro_loss = lambda b, s: (sizes.append(len(b.inputs)), micro_loss(b, s))[1]  # type: ignore[method-assign]
     assert parts.gradients(batch, stage) == pytest.approx(whole.gradients(batch, stage), rel=1e-6)
     assert sizes == [2, 2, 1]
+
+
+@pytest.mark.parametrize("micro_rows", [None, 1])
+def test_the_trainer_asks_what_fits_before_it_compiles(
+    tokens: TokenFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, micro_rows: int | None
+) -> None:
+    machine = dataclasses.replace(choose("cpu", "float32", 1), device=torch.device("cuda"))
+    stage, options = TINY.schedule.at(0), Options(micro_rows=micro_rows)
+    row = {"graph": graph_of(TINY, stage, machine.attention), "rows": 1, "peak": 2**30}
+    monkeypatch.setattr(memory, "table", lambda: [row])
+    monkeypatch.setattr(GPT, "to", lambda model, _: model)
+    monkeypatch.setattr("speedrun.train.loop.compiled", lambda model, *_: (model, None))
+    gpu = SimpleNamespace(total_memory=4 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(memory.telemetry, "memory_bytes", lambda _: gpu.total_memory)
+    rest = Muted(tmp_path), Report(1, quiet=True)
+    assert Trainer(TINY, tokens, machine, options, *rest).fitting == ({} if micro_rows else {stage.shape: 2})
+    for small in (dataclasses.replace(machine, memory=2**29), machine):
+        with pytest.raises(UserError, match=r"A micro-batch of 1 row takes about 1.0 GiB"):
+            Trainer(TINY, tokens, small, options, *rest)
+        gpu.total_memory = 2**29
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_warm_up_that_ran_out_of_memory_visits_all_stages_again(tokens: TokenFolder, tmp_path: Path) -> None:
