@@ -93,6 +93,21 @@ def test_native_recipes_fit_with_micro_batches(name: str, track: str, device: st
         assert found.fixed + held < limit
 
 
+@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize("k", [0, 28])
+def test_what_a_rank_holds_beside_its_rows(ranks: int, k: int) -> None:
+    recipe = with_fields(TINY, {"optim.snoo.k": k})
+    model, _, states = memory.skeleton(recipe)
+    weights, state = sum(p.nbytes for p in model.parameters()), sum(states.values())
+    outer = weights if k else 0
+    found = memory_of(recipe, by_name("h100", None, "auto", "auto"), Options(), ranks)
+    assert found.gradients == weights
+    assert found.weights == weights + sum(b.nbytes for b in model.buffers())
+    assert found.optimizer == 2 * outer + -(-(state - 2 * outer) // ranks), "each rank has all that Snoo keeps"
+    assert found.warm_up == weights + outer
+    assert found.transfers == (weights + weights // 8 if ranks == 8 else 0)
+
+
 def test_what_does_not_fit_is_told_with_the_way_out() -> None:
     medium, normuon = get_recipe("medium", "medium"), get_recipe("normuon", "short")
     small = by_name("4090", None, "auto", "auto")
