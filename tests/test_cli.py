@@ -158,6 +158,9 @@ MISTAKES = [
         "Unknown device 'h200'; choose auto, cpu, cuda, cuda:N or mps; with --dry-run also",
     ),
     ("train --dry-run --device h100 --memory 100", "--memory is 100 GB, but NVIDIA H100 80GB HBM3 has 85.5; choose"),
+    ("train --dry-run --device h100 --memory 1e-10", "--memory is 1e-10 GB, but NVIDIA H100 80GB HBM3 has 85.5"),
+    ("train --dry-run --device h100 --nproc 0", "--nproc is 0; it must be at least 1."),
+    ("train --dry-run --device h100 --nproc -1", "--nproc is -1; it must be at least 1."),
     ("train --device 4090", "Unknown device '4090'; choose auto, cpu, cuda, cuda:N or mps. 4090 goes with --dry-run."),
     ("train --memory 8", "--memory 8 is for a GPU, and the device is cpu; drop it."),
     (
@@ -372,6 +375,31 @@ def test_a_dry_run_for_gpus_that_are_not_here(speedrun: Speedrun, tmp_path: Path
     one = speedrun("train", "--dry-run", "--device", "4090", "--recipe", "interleaved", "--track", "short")
     assert (one.code, one.err) == (0, "")
     assert "Micro-batches of 1 of 24 rows" in one.out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_grows_in_place_unless_told_otherwise(speedrun: Speedrun, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    with monkeypatch.context() as older:
+        older.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:native")
+        speedrun("--version")
+        assert "PYTORCH_ALLOC_CONF" not in os.environ
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
+    speedrun("--version")
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "backend:native"
+    del os.environ["PYTORCH_ALLOC_CONF"]
+    speedrun("--version")
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+
+
+def test_a_report_that_would_not_fit_into_memory_is_refused(
+    speedrun: Speedrun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("speedrun.train.telemetry.memory_bytes", lambda _: 2**20)
+    done = speedrun("doctor", "--gpu-report", "--device", "cpu", "--dtype", "float32", "--track", "pocket")
+    assert done.code == 2
+    assert "Weights, gradients and optimizer state alone take" in done.said
     assert list(tmp_path.iterdir()) == []
 
 

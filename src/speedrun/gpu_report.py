@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -200,8 +201,10 @@ def step_lines(trainer: Trainer, stage: Stage, steps: int) -> list[Line]:
     if graph is not None:
         both = graph["forward"], graph["backward"]
         inside = passes * sum(part["launches"] for part in both)
-        kernels = " or ".join(f"{inside + n:,}" for n in around(recipe, trainer.team.size, "launches")) or UNKNOWN
-        waits = " or ".join(f"{n}" for n in around(recipe, trainer.team.size, "syncs")) or UNKNOWN
+        known = around(recipe, trainer.team.size, passes)
+        kernels = " or ".join(f"{inside + row['launches']:,}" for row in known) or UNKNOWN
+        # torch waits for a copy from memory that is not pinned, too: the profiler sees both.
+        waits = " or ".join(f"{row['syncs'] + row['copies']}" for row in known) or UNKNOWN
         moved = sum(part["bytes"] for part in both) * rows / graph["rows"]
         rate = f"if so, {moved / seconds / 1e9:,.0f} GB/s"
         memory = memory_of(recipe, trainer.machine, trainer.options, trainer.team.size)
@@ -218,10 +221,14 @@ def step_lines(trainer: Trainer, stage: Stage, steps: int) -> list[Line]:
     ]
 
 
-def around(recipe: Recipe, ranks: int, what: str) -> list[int]:
-    """Launches or syncs of a step of a native recipe beside the compiled model's, of each kind: Adam may sit out."""
+def around(recipe: Recipe, ranks: int, passes: int) -> list[dict[str, Any]]:
+    """What is known of a step of a native recipe beside the compiled model, of each kind: Adam may sit out.
+
+    Every pass copies a batch and adds up gradients, so steps with another number of passes are not comparable.
+    """
     where = f"step of {recipe.name}, {f'{ranks} ranks' if ranks > 1 else '1 GPU'}"
-    return [row[what] for row in table() if row["name"] == where or row["name"].startswith(f"{where},")]
+    named = [row for row in table() if row["name"] == where or row["name"].startswith(f"{where},")]
+    return [row for row in named if row["passes"] == passes]
 
 
 def validation_lines(trainer: Trainer) -> list[Line]:

@@ -85,7 +85,9 @@ from speedrun.model import head
 def attempt(name, function):
     row = {"name": name}
     try:
-        row["bytes"] = sum(graph.bytes for graph in function())
+        graphs = function()
+        row["bytes"], row["saved"] = sum(graph.bytes for graph in graphs), graphs[0].saved
+        row["peaks"] = [graph.peak for graph in graphs]
     except Exception as e:
         row["failure"] = f"{type(e).__name__}: {e}"
     print(json.dumps(row), flush=True)
@@ -103,6 +105,12 @@ def fp8(rows):
         x, w = torch.empty(rows, 768, requires_grad=True), torch.empty(50304, 768, requires_grad=True)
         return lower(lambda x, w: head.fp8_linear(x, w, 0.1, 0.1, 0.1).float().sum(), x, w)
 
+def chain():  # three products, of which the first two are kept for the backward pass
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda:0"):
+        x = torch.empty(2048, 2048, dtype=torch.bfloat16, requires_grad=True)
+        return lower(lambda x: (((x @ x) @ x) @ x).sum(), x)
+
+attempt("chain", chain)
 attempt("sound", lambda: stages.lower_loss(3))
 attempt("16 rows", lambda: fp8(16384))
 attempt("not 16 rows", lambda: fp8(16380))
@@ -117,6 +125,10 @@ def test_it_can_fail(environment, tmp_path: Path) -> None:
     script = tmp_path / "faults.py"
     script.write_text(FAULTS)
     rows = {row["name"]: row for row in answers(environment, str(script))}
+    matrix, logits = 2 * 2048**2, 2 * 16384 * 50304
+    assert rows["chain"]["saved"] // matrix == 2
+    assert rows["chain"]["peaks"][0] // matrix == 3
+    assert rows["16 rows"]["peaks"][1] // (logits / 10) == 25, "the gradient, its scaled copy, and that in 8 bits"
     assert rows["sound"]["bytes"] < 5.0e9
     assert "bytes" in rows["16 rows"]
     assert "multiples of 16, not (16380, 768)" in rows["not 16 rows"]["failure"]

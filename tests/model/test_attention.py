@@ -174,6 +174,16 @@ def test_a_bound_shorter_than_the_row_reaches_the_kernel(kernels, backend) -> No
     assert kernels.calls == [{"edges": [0, 20, 40, 60], "longest": 20, "window": (-1, 0)}]
 
 
+def test_flash_attention_is_asked_to_be_deterministic_where_torch_is(kernels) -> None:
+    q = torch.zeros(1, 60, 1, 8, dtype=torch.bfloat16)
+    torch.use_deterministic_algorithms(True)
+    try:
+        attend(q, q, q, backend="fa3")  # the stand-in compares
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(kernels.calls) == 1
+
+
 def test_edges_are_where_documents_begin_in_rows_laid_end_to_end() -> None:
     assert edges_of(torch.tensor([[0, 0, 1, 2], [2, 2, 2, 2]])).tolist() == [0, 2, 3, 4, 8]
     assert edges_of(torch.tensor([[5]])).tolist() == [0, 1]

@@ -2,20 +2,25 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError
+from speedrun.model.gpt import GPT
 from speedrun.recipes import get_recipe
 from speedrun.train import memory
 from speedrun.train.config import Options, with_fields
 from speedrun.train.device import by_name, choose
+from speedrun.train.distributed import Muted
 from speedrun.train.gpus import ATTENTION, GPUS
+from speedrun.train.loop import Trainer
 from speedrun.train.memory import bytes_at_once, check_rows, fitting, graph_of, memory_of, problems_of
+from speedrun.train.progress import Report
 from tests.train.tiny import TINY, tiny_trainer
 
 NATIVE = [("interleaved", "short"), ("normuon", "short"), ("muon", "short"), ("medium", "medium")]
@@ -60,6 +65,7 @@ def test_rows_take_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
 # -------------------------------------------------------------------- micro-batches
 
 
+@example(rows=4, row=10, left=20)
 @given(rows=st.integers(1, 64), row=st.integers(1, 1000), left=st.integers(-100, 70_000))
 def test_micro_batches_are_as_few_as_fit(rows: int, row: int, left: int) -> None:
     size = fitting(rows, row, left)
@@ -85,6 +91,21 @@ def test_native_recipes_fit_with_micro_batches(name: str, track: str, device: st
         held = bytes_at_once(recipe, stage, rows, ATTENTION[device])
         assert held is not None
         assert found.fixed + held < limit
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize("k", [0, 28])
+def test_what_a_rank_holds_beside_its_rows(ranks: int, k: int) -> None:
+    recipe = with_fields(TINY, {"optim.snoo.k": k})
+    model, _, states = memory.skeleton(recipe)
+    weights, state = sum(p.nbytes for p in model.parameters()), sum(states.values())
+    outer = weights if k else 0
+    found = memory_of(recipe, by_name("h100", None, "auto", "auto"), Options(), ranks)
+    assert found.gradients == weights
+    assert found.weights == weights + sum(b.nbytes for b in model.buffers())
+    assert found.optimizer == 2 * outer + -(-(state - 2 * outer) // ranks), "each rank has all that Snoo keeps"
+    assert found.warm_up == weights + outer
+    assert found.transfers == (weights + weights // 8 if ranks == 8 else 0)
 
 
 def test_what_does_not_fit_is_told_with_the_way_out() -> None:
@@ -126,6 +147,28 @@ def test_the_trainer_takes_what_fits(tokens: TokenFolder, tmp_path: Path) -> Non
     assert sizes == [2, 2, 1]
 
 
+@pytest.mark.parametrize("micro_rows", [None, 1])
+def test_the_trainer_asks_what_fits_before_it_compiles(
+    tokens: TokenFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, micro_rows: int | None
+) -> None:
+    machine = dataclasses.replace(choose("cpu", "float32", 1), device=torch.device("cuda"))
+    stage, options = TINY.schedule.at(0), Options(micro_rows=micro_rows)
+    row = {"graph": graph_of(TINY, stage, machine.attention), "rows": 1, "peak": 2**30}
+    monkeypatch.setattr(memory, "table", lambda: [row])
+    monkeypatch.setattr(GPT, "to", lambda model, _: model)
+    monkeypatch.setattr("speedrun.train.loop.compiled", lambda model, *_: (model, None))
+    gpu = SimpleNamespace(total_memory=4 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(memory.telemetry, "memory_bytes", lambda _: gpu.total_memory)
+    rest = Muted(tmp_path), Report(1, quiet=True)
+    assert Trainer(TINY, tokens, machine, options, *rest).fitting == ({} if micro_rows else {stage.shape: 2})
+    for small in (dataclasses.replace(machine, memory=2**29), machine):
+        with pytest.raises(UserError, match=r"A micro-batch of 1 row takes about 1.0 GiB"):
+            Trainer(TINY, tokens, small, options, *rest)
+        gpu.total_memory = 2**29
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_warm_up_that_ran_out_of_memory_visits_all_stages_again(tokens: TokenFolder, tmp_path: Path) -> None:
     """The stages before were compiled for larger micro-batches; in the run they would have to be compiled again."""
     trainer = tiny_trainer(tokens, tmp_path / "run", {"schedule.batch_ramp": (2, 4, 8)})
@@ -149,8 +192,18 @@ def test_a_warm_up_that_ran_out_of_memory_visits_all_stages_again(tokens: TokenF
 # -------------------------------------------------------------------- bad input
 
 
+@pytest.mark.parametrize("content", [None, "", "<<<<<<< HEAD"])
+def test_a_table_that_cannot_be_read(content: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory.gpus, "TABLE", tmp_path / "gpus.json")
+    if content is not None:
+        (tmp_path / "gpus.json").write_text(content)
+    memory.table.cache_clear()
+    with pytest.raises(UserError, match=r"gpus.json is missing or damaged .*; install speedrun again"):
+        memory.table()
+
+
 def test_memory_that_is_not_there() -> None:
-    for asked in (0, -1, 200, float("nan")):
+    for asked in (0, 1e-10, -1, 200, float("nan"), float("inf")):
         with pytest.raises(UserError, match=r"--memory is .* GB, but NVIDIA H100 80GB HBM3 has 85.5; choose"):
             by_name("h100", asked, "auto", "auto")
     with pytest.raises(UserError, match="--memory 8 is for a GPU, and the device is cpu"):

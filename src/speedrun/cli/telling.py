@@ -27,6 +27,7 @@ from speedrun.tracks import TRACKS, get_track
 from speedrun.train.config import Options, Recipe, fields_of, meanings
 from speedrun.train.device import check_processes, choose
 from speedrun.train.distributed import is_first, joined, launch, ranks
+from speedrun.train.memory import memory_of, problems_of
 from speedrun.train.run import check_ranks
 
 # -------------------------------------------------------------------- tracks and recipes
@@ -316,6 +317,9 @@ def doctor(args: Sequence[str]) -> int:
             say(text)
     if given.gpu_report:
         options = Options(compile=given.compile)
+        if machine.device.type != "cuda":  # there the trainer looks
+            for problem in problems_of(memory_of(recipe, machine, options, given.nproc), recipe):
+                raise UserError(problem)
         with joined(machine.device) as (team, _):
             gpu_report.write(recipe, machine, options, team, findings, given.out, given.steps, say, grid)
         if is_first():

@@ -195,8 +195,7 @@ def train(args: Sequence[str]) -> int:
     if given.max_restarts and given.nproc == 1 and ranks() == 1:
         raise UserError(f"--max-restarts {given.max_restarts} goes with --nproc; one process is resumed with --resume.")
     if ranks() == 1:
-        if not (given.dry_run and given.machine.device in GPUS):
-            check_processes(given.nproc, given.machine.device)
+        check_processes(given.nproc, given.machine.device)
         run_room.check_ranks(recipe, given.nproc)
     if given.nproc != 1 and ranks() == 1 and not given.dry_run:
         if given.max_restarts and not (given.out or given.resume):  # the next attempt must find the run
@@ -316,6 +315,8 @@ def summarize(outcome: run_room.Outcome, given: Train, device: Any) -> int:
         for name in ("device", "attention"):
             value = getattr(given.machine, name)
             again += [] if value == "auto" else [f"--{name}", value]
+        again += [] if given.machine.memory is None else ["--memory", f"{given.machine.memory:g}"]
+        again += ["--deterministic"] * given.machine.deterministic
         say(f"Stopped and saved. To continue:\n  {shlex.join(again)}")
         return 128 + int(str(result.reason).removeprefix("signal "))
     if result.status == "failed":
@@ -371,6 +372,7 @@ def dry_run(found: dryrun.DryRun) -> int:
     kept += "from the compiled graph" if memory.measured else "an estimate, not compiled"
     if memory.measured is None:
         kept = "not measured"
+    when = "not at the same time as activations" + ("" if memory.measured else ", an estimate")
     say("\nmemory" + (f" of each of {found.ranks} processes" if found.ranks > 1 else ""))
     taken = [
         ("weights", memory.weights, "with rotary tables"),
@@ -380,7 +382,7 @@ def dry_run(found: dryrun.DryRun) -> int:
         ("copy of weights", memory.warm_up, "during the warm-up"),
         ("this program", memory.process, ""),
         ("activations", memory.activations, kept),
-        ("validation", memory.validation, "an estimate, not at the same time as activations"),
+        ("validation", memory.validation, when),
         ("together", memory.total, "of " + ("?" if memory.usable is None else size(memory.usable))),
     ]
     grid([(what, size(many) if many else "?", why) for what, many, why in taken if many or what == "activations"])

@@ -139,7 +139,7 @@ def _choose_memory(asked: float | None, device: torch.device) -> int | None:
 
 
 def _checked_memory(asked: float | None, there: int, name: str) -> int | None:
-    if asked is not None and not 0 < asked * 1e9 <= there:
+    if asked is not None and not 1 <= asked * 1e9 <= there:
         raise UserError(
             f"--memory is {asked:g} GB, but {name} has {there / 1e9:.1f}; choose more than 0 and at most that."
         )

@@ -120,9 +120,10 @@ class Trainer:
             self.say(f"torch.compile is not used: {why_not}")
         self.micro_rows = options.micro_rows
         self.fitting: dict[tuple[object, ...], int] = {}  # rows of a micro-batch by the shape of a stage, on a GPU
-        if self.device.type == "cuda" and options.micro_rows is None:
+        if self.device.type == "cuda":
             memory = memory_of(recipe, machine, options, self.team.size)
-            check_rows(memory, recipe, torch.cuda.get_device_properties(self.device).total_memory)
+            there = machine.memory or torch.cuda.get_device_properties(self.device).total_memory
+            check_rows(memory, recipe, there)
             self.fitting = memory.micro_rows
         self.clock = Clock(self.device)
         self.start = 0

@@ -22,6 +22,7 @@ from speedrun.model.attention import takes_edges
 from speedrun.model.flash import row_edges
 from speedrun.model.gpt import GPT
 from speedrun.model.head import piece_rows
+from speedrun.optim import Snoo
 from speedrun.optim.config import build_optimizer
 from speedrun.train import gpus, telemetry
 from speedrun.train.config import Options, Recipe
@@ -45,7 +46,7 @@ class Memory:
     transfers: int
     """Where gradients and weights of several processes are put together."""
     warm_up: int
-    """The copy of the weights that the warm-up puts back."""
+    """The copies of weights that the warm-up puts back, Snoo's among them."""
     process: int
     """What this program has already."""
     row: int
@@ -85,8 +86,10 @@ def skeleton(recipe: Recipe) -> tuple[GPT, torch.optim.Optimizer, dict[Any, int]
 
 
 def memory_of(recipe: Recipe, machine: Machine, options: Options, ranks: int = 1) -> Memory:
-    model, _, states = skeleton(recipe)
+    model, optimizer, states = skeleton(recipe)
     weights = sum(p.nbytes for p in model.parameters())
+    outer = sum(x.nbytes for x in optimizer.outer) if isinstance(optimizer, Snoo) else 0
+    everywhere = 2 * outer  # every rank has all of Snoo's weights and momenta; the other state is dealt out
     gpu = machine.device.type == "cuda"
     there = machine.memory or telemetry.memory_bytes(machine.device)
     usable = int(USABLE * there) if gpu and there else there
@@ -94,9 +97,9 @@ def memory_of(recipe: Recipe, machine: Machine, options: Options, ranks: int = 1
     fixed = {
         "weights": weights + sum(b.nbytes for b in model.buffers()),
         "gradients": weights,
-        "optimizer": -(-sum(states.values()) // ranks),
+        "optimizer": everywhere - (everywhere - sum(states.values())) // ranks,
         "transfers": weights + weights // ranks if ranks > 1 else 0,
-        "warm_up": weights,
+        "warm_up": weights + outer,
         "process": process,
     }
     visits = recipe.schedule.visits()
@@ -152,7 +155,10 @@ def graph_of(recipe: Recipe, stage: Stage, attention: str, *, training: bool = T
 
 @functools.cache
 def table() -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = json.loads(gpus.TABLE.read_text())
+    try:
+        rows: list[dict[str, Any]] = json.loads(gpus.TABLE.read_text())
+    except (OSError, ValueError) as e:
+        raise UserError(f"{gpus.TABLE} is missing or damaged ({e}); install speedrun again.") from e
     return rows
 
 
