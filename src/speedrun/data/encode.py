@@ -187,10 +187,11 @@ def _encode_all(tasks: Iterator[Task], tokenizer: Tokenizer, processes: int) -> 
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-class _SplitWriter:
+class _SplitWriter(contextlib.ExitStack):
     """Documents of one split into as many shards as needed. Only one that no shard could hold is cut."""
 
     def __init__(self, folder: Path, split: str, shard_tokens: int) -> None:
+        super().__init__()
         self.folder, self.split, self.shard_tokens = folder, split, shard_tokens
         self.documents = 0
         self._shards = 0
@@ -202,20 +203,12 @@ class _SplitWriter:
         while len(tokens):
             if self._shard and self._shard.count and self._shard.count + len(tokens) > self.shard_tokens:
                 self.close()
+                self._shard = None
             if self._shard is None:
-                self._shard = ShardWriter(self.folder / f"{self.split}_{self._shards:06d}.bin")
+                self._shard = self.enter_context(ShardWriter(self.folder / f"{self.split}_{self._shards:06d}.bin"))
                 self._shards += 1
             self._shard.append(tokens[: self.shard_tokens])
             tokens = tokens[self.shard_tokens :]
-
-    def close(self) -> None:
-        if self._shard:
-            self._shard.close()
-            self._shard = None
-
-    def abandon(self) -> None:
-        if self._shard:
-            self._shard.abandon()
 
 
 def _write(
@@ -226,13 +219,13 @@ def _write(
     If no hash is small enough for val, the document with the smallest one goes there. It is held back until that
     is known, which moves it within `train` if it turns out not to be needed.
     """
-    train, val = (_SplitWriter(folder, split, shard_tokens) for split in ("train", "val"))
     limit = int(val_fraction * 2**64)
     smallest: tuple[int, np.ndarray] | None = None
-    with contextlib.ExitStack() as on_error:
-        on_error.callback(train.abandon)
-        on_error.callback(val.abandon)
-        on_error.callback(results.close)  # ends the workers
+    with (
+        _SplitWriter(folder, "train", shard_tokens) as train,
+        _SplitWriter(folder, "val", shard_tokens) as val,
+        contextlib.closing(results),  # ends the workers
+    ):
         for key, tokens in (document for encoded in results for document in encoded):
             if key < limit:
                 val.add(tokens)
@@ -244,7 +237,4 @@ def _write(
                 smallest = key, tokens
         if smallest:
             (train if val.documents or not train.documents else val).add(smallest[1])
-        train.close()
-        val.close()
-        on_error.pop_all()
     return train.documents, val.documents
