@@ -13,7 +13,7 @@ from speedrun import doctor as doctor_room
 from speedrun import gpu_report
 from speedrun import sample as sample_room
 from speedrun.cli.training import Machinery
-from speedrun.cli.words import console, dispatch, grid, parse, say
+from speedrun.cli.words import dispatch, grid, parse, say
 from speedrun.data import encode, fineweb, pocket
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError, nearest
@@ -186,7 +186,7 @@ def _fetch(args: Sequence[str]) -> int:
         say(f"{recipe.name} at {recipe.track} size trains on {tokens:,} tokens: {chunks} chunks")
     elif given.recipe or given.track:
         raise UserError(f"--chunks {chunks} says it already; drop --recipe and --track.")
-    folder = fineweb.fetch(chunks, console=console)
+    folder = fineweb.fetch(chunks, say)
     try:
         folder = fineweb.add_tokenizer(folder)
     except UserError as e:  # the tokens are complete without it
