@@ -1,7 +1,7 @@
 """A stand-in for the Hugging Face hub: a real HTTP server on loopback that serves small shards, and errs on demand.
 
-`Hub` lists its files, answers Range requests, sends downloads to a second host name, and keeps a log of what it was asked.
-Its `faults` are answers that it gives instead of the next ones to a path, in order.
+`Hub` lists its files, answers Range requests, sends downloads to a second host name, and keeps a log of what it was
+asked. Its `faults` are answers that it gives instead of the next ones to a path, in order.
 """
 
 import http.server
