@@ -27,6 +27,7 @@ from speedrun.tracks import TRACKS, get_track
 from speedrun.train.config import Options, Recipe, fields_of, meanings
 from speedrun.train.device import check_processes, choose
 from speedrun.train.distributed import is_first, joined, launch, ranks
+from speedrun.train.load import usable_cores
 from speedrun.train.run import check_ranks
 
 # -------------------------------------------------------------------- tracks and recipes
@@ -208,7 +209,7 @@ def _encode(args: Sequence[str]) -> int:
         given.out,
         given.tokenizer,
         val_fraction=given.val_fraction,
-        processes=given.processes,
+        processes=usable_cores() if given.processes is None else given.processes,
         notice=say,
     )
     return _describe(tokens)

@@ -11,6 +11,7 @@ added, and a text that occurs twice is never on both sides.
 
 import contextlib
 import hashlib
+import itertools
 import multiprocessing
 import os
 import signal
@@ -39,18 +40,18 @@ def encode_files(
     *,
     val_fraction: float = 0.05,
     shard_tokens: int = 100_000_000,
-    processes: int | None = None,
+    processes: int = 1,
     notice: Callable[[str], None] = print,
 ) -> TokenFolder:
     """Encode files and folders into a token folder with `train` and `val` shards; it appears when complete.
 
-    The result does not depend on `processes` (None: all cores). An older token folder at `out` is replaced.
+    The result does not depend on `processes`. An older token folder at `out` is replaced.
     """
     if not 0 < val_fraction < 1:
         raise UserError(f"val_fraction is {val_fraction}, but must lie between 0 and 1.")
     if shard_tokens < 2:
         raise UserError(f"shard_tokens is {shard_tokens}, but must be at least 2.")
-    if processes is not None and processes < 1:
+    if processes < 1:
         raise UserError(f"processes is {processes}, but must be at least 1.")
     loaded = Tokenizer.load(tokenizer)
     if loaded.vocab_size > LARGEST_VOCABULARY:
@@ -63,7 +64,7 @@ def encode_files(
     _refuse_to_replace(out)
     with new_folder(out) as folder:
         tasks = _tasks(document for file in files for document in read_documents(file, notice))
-        documents = _encode_all(tasks, loaded, processes or _cores())
+        documents = _encode_all(tasks, loaded, processes)
         train, val = _write(folder, documents, val_fraction, shard_tokens)
         if train + val == 0:
             raise UserError(f"There is no text in {_named(files)}; name files that have some.")
@@ -80,13 +81,6 @@ def encode_files(
         f"tokens: train {result.tokens('train'):,}, val {result.tokens('val'):,}"
     )
     return result
-
-
-def _cores() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not Linux
-        return os.cpu_count() or 1
 
 
 def _named(files: Sequence[Path]) -> str:
@@ -158,22 +152,16 @@ def _work(task: Task) -> Encoded:
 
 def _encode_all(tasks: Iterator[Task], tokenizer: Tokenizer, processes: int) -> Generator[Encoded, None, None]:
     """The encoded tasks in order. At most a few tasks per process are in memory at any time."""
-    first = next(tasks, None)
-    second = next(tasks, None)
-    if first is None:
-        return
-    if processes == 1 or second is None:  # starting a process takes longer than encoding one task
-        yield _encode(tokenizer, first)
-        if second is not None:
-            yield _encode(tokenizer, second)
-        for task in tasks:
-            yield _encode(tokenizer, task)
+    head = list(itertools.islice(tasks, 2))
+    tasks = itertools.chain(head, tasks)
+    if processes == 1 or len(head) < 2:  # starting a process takes longer than encoding one task
+        yield from (_encode(tokenizer, task) for task in tasks)
         return
     # spawn: a forked copy of a process with threads may hang
     pool = ProcessPoolExecutor(
         processes, multiprocessing.get_context("spawn"), _start_worker, (tokenizer.content, tokenizer.name)
     )
-    waiting: deque[Future[Encoded]] = deque(pool.submit(_work, task) for task in (first, second))
+    waiting: deque[Future[Encoded]] = deque()
     try:
         for task in tasks:
             waiting.append(pool.submit(_work, task))
