@@ -264,13 +264,7 @@ def new_folder(path: Path) -> Iterator[Path]:
             fsync_folder(temporary)
             if path.exists():
                 os.replace(path, old)
-                try:
-                    os.replace(temporary, path)
-                except BaseException:
-                    os.replace(old, path)
-                    raise
-            else:
-                os.replace(temporary, path)
+            os.replace(temporary, path)
             fsync_folder(path.parent)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -54,11 +54,12 @@ def list_files(dataset: str, notice: Notice) -> dict[str, Remote]:
     def ask() -> dict[str, Remote]:
         try:
             found = client.dataset_info(dataset, files_metadata=True, timeout=TIMEOUT).siblings or ()
-        except (LookupError, TypeError, AttributeError, UnicodeDecodeError, ValueError) as e:
+        except (LookupError, TypeError, AttributeError, ValueError) as e:
             if _status(e):  # a refusal may be a ValueError, too
                 raise
             raise UserError(f"{endpoint()} answers with something else than a list of files; check HF_ENDPOINT.") from e
-        return {file.rfilename: Remote(file.lfs.size, file.lfs.sha256) for file in found if file.lfs}
+        large = ((file.rfilename, file.lfs) for file in found if file.lfs)
+        return {name: Remote(lfs.size, lfs.sha256) for name, lfs in large if type(lfs.size) is int}
 
     return _patiently(ask, dataset, notice)
 
@@ -99,7 +100,7 @@ def _patiently(ask: Callable[[], T], dataset: str, notice: Notice) -> T:
             if 400 <= code < 500 and code not in (408, 416, 429):
                 raise UserError(f"{endpoint()} answers HTTP {code} for {dataset}; check HF_ENDPOINT.") from e
             cause = e.__cause__ or e
-            why = f"HTTP {code}" if code else (str(cause).splitlines() or [type(cause).__name__])[0].rstrip(".")
+            why = f"HTTP {code}" if code else (str(cause).strip() or type(cause).__name__).splitlines()[0].rstrip(".")
             if pause is None:
                 raise UserError(
                     f"{endpoint()} does not deliver, after {len(PAUSES) + 1} attempts ({why}); check the network, "
