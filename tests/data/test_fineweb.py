@@ -284,6 +284,19 @@ def test_an_answer_that_is_no_listing_is_told(far: Hub, folder: Path) -> None:
     assert not folder.exists()
 
 
+def test_a_listing_that_lies_about_sizes_is_no_listing_of_that_file(far: Hub, folder: Path) -> None:
+    lying = far.listing().replace(b'"lfs": {"size": 9024', b'"lfs": {"size": "much"')
+    far.faults[INFO] = [lambda to: tiny_hub.send(to, lying, None)]
+    refused(r"lists no fineweb_val_000000.bin")
+    assert not folder.exists()
+
+
+def test_a_hub_that_redirects_in_a_circle_is_given_up(far: Hub, folder: Path) -> None:
+    far.faults[INFO] = [tiny_hub.status(302, Location=INFO)] * 99
+    refused(r"does not deliver, after 3 attempts \(Exceeded maximum allowed redirects\)")
+    assert not folder.exists()
+
+
 def test_no_server_at_all(far: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
