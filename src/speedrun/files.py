@@ -92,7 +92,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         path.parent.mkdir(parents=True, exist_ok=True)
         fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=f".tmp-{os.getpid()}", dir=path.parent)
         try:
-            with os.fdopen(fd, "wb", buffering=1 << 20) as f:
+            with os.fdopen(fd, "wb") as f:
                 yield f
                 f.flush()
                 os.fsync(f.fileno())
