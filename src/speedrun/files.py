@@ -10,6 +10,7 @@ from the future. `write_json` writes the format number.
 
 import contextlib
 import errno
+import fcntl
 import glob
 import hashlib
 import json
@@ -17,7 +18,6 @@ import os
 import re
 import shutil
 import stat
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -58,9 +58,7 @@ def fsync_file(path: Path) -> None:
 
 
 def fsync_folder(path: Path) -> None:
-    """Make renames inside `path` durable. Platforms that cannot open a folder need no fsync of it."""
-    if os.name == "nt":
-        return
+    """Make renames inside `path` durable."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -84,10 +82,9 @@ def explained(path: Path) -> Iterator[None]:
         raise UserError(f"{path} cannot be written: {why or e.strerror or e}. Choose another folder.") from e
 
 
-def write_atomic(path: Path, data: bytes | str) -> None:
-    """Replace `path` by `data` in one step."""
-    if isinstance(data, str):
-        data = data.encode()
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write into, which becomes `path` when the block ends well, and vanishes when it does not."""
     path = path.resolve()  # a link stays a link
     with explained(path):
         if path.exists() and not path.is_file() and not path.is_dir():
@@ -96,16 +93,22 @@ def write_atomic(path: Path, data: bytes | str) -> None:
         fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=f".tmp-{os.getpid()}", dir=path.parent)
         try:
             with os.fdopen(fd, "wb") as f:
-                f.write(data)
+                yield f
                 f.flush()
                 os.fsync(f.fileno())
-            os.chmod(temporary, 0o644)
+            os.chmod(temporary, 0o644)  # mkstemp gives 0600
             os.replace(temporary, path)
         except BaseException:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
             raise
         fsync_folder(path.parent)
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    """Replace `path` by `data` in one step."""
+    with atomic_file(path) as f:
+        f.write(data.encode() if isinstance(data, str) else data)
 
 
 # -------------------------------------------------------------------- stored JSON
@@ -261,13 +264,7 @@ def new_folder(path: Path) -> Iterator[Path]:
             fsync_folder(temporary)
             if path.exists():
                 os.replace(path, old)
-                try:
-                    os.replace(temporary, path)
-                except BaseException:
-                    os.replace(old, path)
-                    raise
-            else:
-                os.replace(temporary, path)
+            os.replace(temporary, path)
             fsync_folder(path.parent)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -275,9 +272,21 @@ def new_folder(path: Path) -> Iterator[Path]:
         sweep(path.parent, f".{glob.escape(path.name)}.old-*")
 
 
+@contextlib.contextmanager
+def scratch(folder: Path) -> Iterator[Path]:
+    """A place for downloads inside `folder`, gone afterwards, and so is what killed processes left of theirs.
+
+    Whoever calls this holds the folder's lock.
+    """
+    with explained(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for stale in folder.glob(".fetch-*"):
+            shutil.rmtree(stale, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder, ignore_cleanup_errors=True) as temporary:
+            yield Path(temporary)
+
+
 def _alive(pid: int) -> bool:
-    if os.name == "nt":
-        return True  # there os.kill(pid, 0) is not a question but a signal
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -309,17 +318,7 @@ def locked(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[B
 
 def _try_lock(file: BinaryIO) -> bool:
     try:
-        if sys.platform == "win32":
-            import msvcrt
-
-            file.seek(0)
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as e:
-        if e.errno in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
-            return False
-        raise
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
     return True

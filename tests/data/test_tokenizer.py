@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -77,3 +78,11 @@ def test_a_tokenizer_without_a_separator_is_told(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("text")) == "text"
     with pytest.raises(UserError, match="no token that opens a document"):
         _ = tokenizer.bos
+
+
+def test_a_tokenizer_that_spells_the_separator_with_itself_is_refused() -> None:
+    words = tokenizers.models.WordLevel({"<s>": 0, "a": 1, "?": 2}, unk_token="?")  # byte-level BPE cannot
+    tokenizer = Tokenizer(tokenizers.Tokenizer(words).to_str(), "words")
+    assert tokenizer.encode("a") == [1]
+    with pytest.raises(UserError, match="words turns the text '<s>' into a separator"):
+        tokenizer.encode("<s>")

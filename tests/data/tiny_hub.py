@@ -1,7 +1,7 @@
 """A stand-in for the Hugging Face hub: a real HTTP server on loopback that serves small shards, and errs on demand.
 
-`Hub` lists its files in pages of two, answers Range requests, sends downloads to a second host name, and keeps a log of
-what it was asked. Its `faults` are answers that it gives instead of the next ones to a path, in order.
+`Hub` lists its files, answers Range requests, sends downloads to a second host name, and keeps a log of what it was
+asked. Its `faults` are answers that it gives instead of the next ones to a path, in order.
 """
 
 import http.server
@@ -18,7 +18,7 @@ from speedrun.data import fineweb, shards
 from speedrun.files import sha256_bytes
 
 Handler = http.server.BaseHTTPRequestHandler
-TREE = f"/api/datasets/{fineweb.DATASET}/tree/main"
+INFO = f"/api/datasets/{fineweb.DATASET}"
 RESOLVE = f"/datasets/{fineweb.DATASET}/resolve/main/"
 STORE = "/store/"  # where the files themselves lie
 
@@ -32,6 +32,7 @@ def shard(tokens: int, seed: int) -> bytes:
 
 @dataclass(frozen=True)
 class Asked:
+    method: str
     path: str
     offset: int | None
     """Where the Range asked for begins."""
@@ -52,6 +53,8 @@ class Hub:
         class Answers(Handler):
             def do_GET(self) -> None:
                 hub.answer(self)
+
+            do_HEAD = do_GET
 
             def log_message(self, format: str, *args: Any) -> None:
                 """Quiet."""
@@ -74,17 +77,21 @@ class Hub:
         self.faults.setdefault(STORE + name, []).extend(faults)
 
     def answer(self, to: Any) -> None:
-        path, _, query = to.path.partition("?")
+        path = to.path.partition("?")[0]
         begin = to.headers.get("Range")
         offset = int(begin.removeprefix("bytes=").rstrip("-")) if begin else None
-        self.log.append(Asked(path, offset, to.headers.get("Authorization"), to.headers["Host"]))
+        self.log.append(Asked(to.command, path, offset, to.headers.get("Authorization"), to.headers["Host"]))
         if self.faults.get(path):
             self.faults[path].pop(0)(to)
-        elif path == TREE:
-            self.tree(to, int(query.partition("cursor=")[2] or 0))
+        elif path == INFO:
+            send(to, self.listing(), None)
         elif path.startswith(RESOLVE):
+            name = path.removeprefix(RESOLVE)
             to.send_response(302)
-            to.send_header("Location", f"http://localhost:{self.port}{STORE}{path.removeprefix(RESOLVE)}")
+            to.send_header("Location", f"http://localhost:{self.port}{STORE}{name}")
+            to.send_header("X-Repo-Commit", "0" * 40)
+            to.send_header("X-Linked-Etag", f'"{self.listed[name]}"')
+            to.send_header("X-Linked-Size", str(len(self.files[name])))
             to.send_header("Content-Length", "0")
             to.end_headers()
         elif path.startswith(STORE):
@@ -92,20 +99,13 @@ class Hub:
         else:
             to.send_error(404)
 
-    def tree(self, to: Any, first: int) -> None:
-        names = sorted(self.files)
-        entries: list[dict[str, Any]] = [
-            {"type": "file", "path": name, "size": len(self.files[name]), "oid": "0", "lfs": {"oid": self.listed[name]}}
-            for name in names[first : first + 2]
-        ]
-        entries.append({"type": "file", "path": "README.md", "size": 10, "oid": "0"})
-        body = json.dumps(entries).encode()
-        to.send_response(200)
-        if first + 2 < len(names):
-            to.send_header("Link", f'<{self.url}{TREE}?recursive=true&cursor={first + 2}>; rel="next"')
-        to.send_header("Content-Length", str(len(body)))
-        to.end_headers()
-        to.wfile.write(body)
+    def listing(self) -> bytes:
+        """As the hub describes a dataset: small files lie in git, large ones elsewhere, by their sha256."""
+        files: list[dict[str, Any]] = [{"rfilename": "README.md", "size": 10, "blobId": "0"}]
+        for name, data in self.files.items():
+            lfs = {"size": len(data), "sha256": self.listed[name], "pointerSize": 134}
+            files.append({"rfilename": name, "size": len(data), "blobId": "0", "lfs": lfs})
+        return json.dumps({"id": fineweb.DATASET, "sha": "0" * 40, "siblings": files}).encode()
 
 
 def send(to: Any, data: bytes, offset: int | None, upto: int | None = None) -> None:

