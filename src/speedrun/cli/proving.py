@@ -15,7 +15,6 @@ from speedrun.race import records as records_room
 from speedrun.race import sweep as sweep_room
 from speedrun.race.children import terminable
 from speedrun.race.race import Race
-from speedrun.report import compare as compare_room
 from speedrun.report import pages, traces
 from speedrun.report import send as send_room
 from speedrun.report.ablation import ablation_svg
@@ -82,18 +81,6 @@ def records(args: Sequence[str]) -> int:
         if given.plot is not None:
             write_atomic(given.plot, records_svg(track, found))
             say(f"drawn in {given.plot}")
-    return 0
-
-
-def compare(args: Sequence[str]) -> int:
-    about = "Compare runs: losses by step, token and second."
-    given = parse(compare_room.Compare, "compare", args, about=about)
-    curves = compare_room.read_curves(given.runs)
-    grid(compare_room.table(curves))
-    for file, content in ((given.plot, compare_room.curves_svg), (given.csv, compare_room.as_csv)):
-        if file is not None:
-            write_atomic(file, content(curves))
-            say(f"written to {file}")
     return 0
 
 

@@ -18,7 +18,7 @@ import tyro
 
 from speedrun.errors import UserError, nearest
 from speedrun.files import explained
-from speedrun.report.compare import tokens_by_step
+from speedrun.report.curves import tokens_by_step
 from speedrun.train.config import fields_of
 from speedrun.train.runlog import RESULT, RunInfo, plain, read_metrics, read_result, read_run
 
