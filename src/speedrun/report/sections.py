@@ -206,17 +206,10 @@ def strips(
     width, row, top, left = 380, 62, 26, 14
     height = top + row * len(groups) + 40
     frame = Frame(left, top, width - 2 * left, height - top - 40, (low - room, high + room), (0, 1))
-    parts = [text(width - left, height - 10, x_name, anchor="end")]
-    bottom = frame.top + frame.height
-    for value in draw.ticks(*frame.x):
-        x, _ = frame.at(value, 0)
-        parts += [line(x, top, x, bottom), text(x, bottom + 16, draw.short(value), anchor="middle", color=draw.FAINT)]
+    parts = frame.axes(x_name, "", y={}, tall=True)
     if target is not None:
-        x, _ = frame.at(target, 0)
-        parts += [
-            line(x, top, x, bottom, color=INK, dash="4 3"),
-            text(x, top - 8, f"target {target:g}", anchor="middle"),
-        ]
+        (x, bottom), words = frame.at(target, 0), f"target {target:g}"
+        parts += [line(x, top, x, bottom, color=INK, dash="4 3"), text(x, top - 8, words, anchor="middle")]
     for k, (name, color, dash, values) in enumerate(groups):
         y = top + row * k + 34
         mean, lower, upper = interval(values)
