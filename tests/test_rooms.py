@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "recipes": {"errors", "data", "model", "optim", "train"},
     "sample": {"errors", "data", "model", "train"},
     "doctor": {"errors", "files", "data", "model", "tracks", "train"},
-    "gpu_report": {"errors", "files", "data", "model", "optim", "train", "doctor"},
+    "gpu_report": {"errors", "files", "templates", "data", "model", "optim", "train", "doctor"},
     "race": {"errors", "checks", "options", "files", "templates", "tracks", "train", "recipes"},
     "report": {"errors", "options", "files", "templates", "model", "optim", "tracks", "train", "recipes", "race"},
 }

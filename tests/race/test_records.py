@@ -17,6 +17,7 @@ from speedrun.race.evidence import examine, write_manifest
 from speedrun.race.plan import Plan
 from speedrun.race.records import read_record
 from speedrun.report.records import records_svg
+from speedrun.templates import markdown
 from speedrun.train.runlog import modules, source_sha256
 from tests.race.conftest import SETTINGS, SMALL, Speedrun, words
 
@@ -208,8 +209,8 @@ def test_html_in_names_is_escaped() -> None:
     name = "<script>alert(1)</script>"
     known = read_record(Path(speedrun_package.__file__).parents[2] / "records/pocket/normuon")
     record = dataclasses.replace(known, name=name, label="a|b", official=1.0)
-    assert "<script>" not in records.markdown([record])
-    assert "a&#124;b" in records.markdown([record])
+    assert "<script>" not in markdown(records.table([record]))
+    assert "a&#124;b" in markdown(records.table([record]))
     later = dataclasses.replace(record, date=date(2026, 2, 1), official=0.5)
     assert "<script>" not in records_svg("pocket", [record, later])
 

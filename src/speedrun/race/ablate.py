@@ -360,8 +360,3 @@ def table(lines: list[Line]) -> list[tuple[str, ...]]:
 
 def _percent(log: float) -> str:
     return f"{100 * math.expm1(log):+.1f} %" if abs(log) < 20 else "?"
-
-
-def markdown(lines: list[Line]) -> str:
-    head, *rows = table(lines)
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)) + "\n"

@@ -10,7 +10,6 @@ mean. The leaderboard sorts by the official one, so times of different machines 
 
 import dataclasses
 import datetime
-import html
 import re
 import shutil
 import zipfile
@@ -262,8 +261,3 @@ def table(records: list[Record]) -> list[tuple[str, ...]]:
         times = f"{r.official:.1f} s", f"{r.measured:.1f} s"
         rows.append((*times, f"{r.loss:.4f}", proof, shadow, str(r.runs), r.date.isoformat(), r.name, r.label))
     return rows
-
-
-def markdown(records: list[Record]) -> str:
-    head, *rows = [[html.escape(cell).replace("|", "&#124;") for cell in row] for row in table(records)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
