@@ -17,7 +17,6 @@ from speedrun.cli.words import console, dispatch, grid, parse, say
 from speedrun.data import encode, fineweb, pocket
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError, nearest
-from speedrun.files import explained as file_errors
 from speedrun.files import write_atomic
 from speedrun.model.gpt import count_parameters
 from speedrun.options import unset
@@ -97,8 +96,7 @@ def recipes(args: Sequence[str]) -> int:
             table.add_row(name, f"{value:g}" if isinstance(value, float) else str(value), explained[name])
     say(table)
     if given.plot is not None:
-        with file_errors(given.plot):
-            write_atomic(given.plot, schedule_svg(recipe).encode())
+        write_atomic(given.plot, schedule_svg(recipe))
         say(f"schedules drawn in {given.plot}")
     return 0
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 
-import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -55,13 +54,9 @@ class Race:
     """With --data: the validation loss to reach, in nats per token."""
     runs: int = 10
     """Runs of each side. Two sides are interleaved in blocks of four (ABBA), so it must be even then."""
-    changes: Annotated[
-        tuple[str, ...], tyro.conf.arg(name="set", metavar="FIELD=VALUE ...", help_behavior_hint="")
-    ] = ()
+    changes: Annotated[tuple[str, ...], unset("FIELD=VALUE ...", name="set")] = ()
     """FIELD=value, changed in side A's recipe."""
-    against_changes: Annotated[
-        tuple[str, ...], tyro.conf.arg(name="against-set", metavar="FIELD=VALUE ...", help_behavior_hint="")
-    ] = ()
+    against_changes: Annotated[tuple[str, ...], unset("FIELD=VALUE ...", name="against-set")] = ()
     """FIELD=value, changed in side B's recipe."""
     kind: Literal["full", "systems"] = "full"
     """full: losses are tested against the target. systems: side A only computes the same thing faster, which bit-equal

@@ -18,6 +18,7 @@ import tyro
 
 from speedrun.errors import UserError, nearest
 from speedrun.files import explained
+from speedrun.options import unset
 from speedrun.report.curves import tokens_by_step
 from speedrun.templates import markdown
 from speedrun.train.config import fields_of
@@ -36,7 +37,7 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class Send:
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...")]
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, unset("RUN ...")]
     """Run folders."""
     to: str
     """tensorboard, wandb or trackio."""
