@@ -260,8 +260,10 @@ def test_several_runs_by_step_token_and_second(raced: Path, speedrun: Speedrun, 
     assert len([r for r in rows if (r["run"], r["kind"]) == ("001-A", "train")]) == 4
     for axis in ("steps", "tokens", "seconds on the clock"):
         assert f"by {axis}" in html
-    for name in ("one", "other"):
+    for name in ("one", "other", "001-A"):
         shutil.copytree(runs / "001-A", tmp_path / name)
+    named = {str(runs / "001-A"), str(tmp_path / "001-A")}
+    assert {row["run"] for row in data_of(page_of(runs / "001-A", tmp_path / "001-A"), "loss")} == named
     assert str(tmp_path / "one+other.html") in speedrun("report", "one", "other")[1]
     assert str(tmp_path / "one+2.html") in speedrun("report", "one", "other", "one")[1]
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from speedrun.errors import UserError
@@ -67,6 +67,8 @@ def tokens_by_step(schedule: ScheduleConfig, last: int) -> list[int]:
 
 def read_curves(folders: tuple[Path, ...]) -> list[Curve]:
     curves = [Curve.read(folder) for folder in folders]
+    if len({curve.name for curve in curves}) < len(curves):  # such as 001-A of two races
+        curves = [replace(curve, name=str(folder)) for curve, folder in zip(curves, folders, strict=True)]
     tracks = sorted({curve.track for curve in curves})
     if len(tracks) > 1:
         raise UserError(f"Runs of different tracks cannot be compared: {', '.join(tracks)}; leave some out.")
