@@ -10,10 +10,10 @@ import argparse
 import sys
 from pathlib import Path
 
+import calibration as c
 import numpy as np
 
 from speedrun.files import write_atomic
-from speedrun.race import calibration as c
 from speedrun.race import statistics
 from speedrun.race.statistics import ALPHA
 

@@ -10,6 +10,7 @@ PACKAGE = Path(speedrun.__file__).parent
 # Each room may import itself, torch and friends, and the rooms named here.
 MAY_IMPORT = {
     "errors": set(),
+    "templates": set(),
     "options": set(),
     "checks": {"errors"},
     "files": {"errors"},
@@ -21,9 +22,9 @@ MAY_IMPORT = {
     "recipes": {"errors", "data", "model", "optim", "train"},
     "sample": {"errors", "data", "model", "train"},
     "doctor": {"errors", "files", "data", "model", "tracks", "train"},
-    "gpu_report": {"errors", "files", "data", "model", "optim", "train", "doctor"},
-    "race": {"errors", "checks", "options", "files", "tracks", "train", "recipes"},
-    "report": {"errors", "options", "files", "model", "optim", "tracks", "train", "recipes", "race"},
+    "gpu_report": {"errors", "files", "templates", "data", "model", "optim", "train", "doctor"},
+    "race": {"errors", "checks", "options", "files", "templates", "tracks", "train", "recipes"},
+    "report": {"errors", "options", "files", "templates", "model", "optim", "tracks", "train", "recipes", "race"},
 }
 
 

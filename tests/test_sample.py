@@ -1,4 +1,4 @@
-"""Text from a model: the cache against recomputing everything, chance, the end of a document, and mistakes."""
+"""Text from a model: what it sees of a long text, chance, the end of a document, and mistakes."""
 
 import math
 
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from speedrun.data.tokenizer import Tokenizer
 from speedrun.errors import UserError
-from speedrun.model.gpt import GPT, Cache, GPTConfig, Windows
+from speedrun.model.gpt import GPT, GPTConfig, Windows
 from speedrun.sample import generate, pick, sample_text
 
 VOCAB = 50
@@ -25,13 +25,11 @@ def model_with(context: int, **changes: object) -> GPT:
 
 
 @torch.no_grad()
-def greedy_the_slow_way(model: GPT, ids: list[int], tokens: int) -> list[int]:
-    """Compute the whole text anew for each token; every position sees itself and window - 1 before it."""
+def greedy_by_definition(model: GPT, ids: list[int], tokens: int) -> list[int]:
+    """The likeliest token after the last `context` ones, again and again."""
     ids = list(ids)
-    model.grow(len(ids) + tokens)
     for _ in range(tokens):
-        windows = Windows(model.context - 1, model.context - 1)
-        features_TD = model.features(torch.tensor([ids]), windows=windows)[0]
+        features_TD = model.features(torch.tensor([ids[-model.context :]]))[0]
         ids.append(int(F.linear(features_TD[-1], model.head_weight(tied=False)).argmax()))
     return ids[-tokens:]
 
@@ -51,11 +49,11 @@ FORMS = [
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("context", "prompt"), [(64, 3), (8, 3), (8, 8), (8, 9), (8, 21), (2, 5), (1, 4)])
-def test_the_cache_gives_what_recomputing_everything_gives(context: int, prompt: int, form: dict[str, object]) -> None:
+def test_every_form_writes_what_its_features_say(context: int, prompt: int, form: dict[str, object]) -> None:
     """Also for prompts longer than the window, and for texts that outgrow it."""
     model = model_with(context, **form)
     ids = torch.randint(VOCAB, (prompt,), generator=torch.Generator().manual_seed(prompt)).tolist()
-    assert list(generate(model, ids, tokens=20, temperature=0)) == greedy_the_slow_way(model, ids, 20)
+    assert list(generate(model, ids, tokens=20, temperature=0)) == greedy_by_definition(model, ids, 20)
 
 
 def test_the_window_matters() -> None:
@@ -128,9 +126,9 @@ def test_sampling_sees_the_windows_and_positions_of_the_end_of_training() -> Non
     form = {"rotary": "half", "rotary_base": 100.0, "yarn": True, "long_layers": (1,), "attention_scale": 0.1}
     model = model_with(64, **form)
     ids = torch.arange(30)[None] % VOCAB
-    plain = model.logits(ids, Cache(window=64))
+    plain = model.logits(ids)
     model.as_trained(Windows(2, 4), (2, 4), tied=False)
-    windowed = model.logits(ids, Cache(window=64))
+    windowed = model.logits(ids)
     assert not torch.allclose(plain, windowed)
     features = model.features(ids, windows=Windows(2, 4))[0, -1]
     torch.testing.assert_close(windowed[0], F.linear(features, model.head_weight(tied=False)))

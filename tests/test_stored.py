@@ -330,7 +330,7 @@ def test_every_kind_of_file_carries_its_format_number(stored: Path) -> None:
         "sweep --data tokens --vary optim.lr=0.01,0.02 --out /proc/x",
         "ablate --data tokens --out /proc/x",
         "report run --out /proc/x/page.html",
-        "compare run run --csv /proc/x/losses.csv",
+        "report run run --out /proc/x/page.html",
         "recipes show adamw --plot /proc/x/picture.svg",
         "data encode --out /proc/x texts",
         "send run --to tensorboard --out /proc/x",

@@ -32,6 +32,7 @@ from speedrun.model.attention import Backend, attend, reference_attend
 from speedrun.model.head import fp8_linear
 from speedrun.optim.interleave import Span
 from speedrun.optim.pipeline import Team
+from speedrun.templates import markdown
 from speedrun.train import telemetry
 from speedrun.train.clock import synchronize
 from speedrun.train.config import Options, Recipe
@@ -98,8 +99,8 @@ def environment(recipe: Recipe, machine: Machine, team: Team, findings: list[Fin
 
 
 def section(title: str, lines: list[Line]) -> str:
-    rows = [f"| {line.what} | {line.predicted or '-'} | {line.measured or '-'} |" for line in lines]
-    return "\n".join(["", f"## {title}", "", "| | predicted | measured |", "|---|---|---|", *rows]) + "\n"
+    rows = [(line.what, line.predicted or "-", line.measured or "-") for line in lines]
+    return f"\n## {title}\n\n{markdown([('', 'predicted', 'measured'), *rows])}"
 
 
 # -------------------------------------------------------------------- parity

@@ -1,4 +1,4 @@
-"""Text from a trained model: temperature, top-k, a prompt, and a key-value cache.
+"""Text from a trained model: temperature, top-k and a prompt.
 
 speedrun sample runs/<folder> --prompt "It was a dark"
 """
@@ -12,7 +12,7 @@ import torch
 
 from speedrun.data.tokenizer import Tokenizer
 from speedrun.errors import UserError
-from speedrun.model.gpt import GPT, Cache
+from speedrun.model.gpt import GPT
 from speedrun.train import checkpoint
 from speedrun.train.runlog import read_run
 
@@ -64,15 +64,14 @@ def generate(
         raise UserError(f"The seed is {seed}; it must lie between 0 and 2**63 - 1.")
     device = model.embed.device
     generator = torch.Generator().manual_seed(seed)
-    model.grow(len(prompt_T) + tokens)
-    cache = Cache(window=model.context)
-    new = torch.tensor([prompt_T], device=device)
+    ids = list(prompt_T)
     for _ in range(tokens):
-        token = pick(model.logits(new, cache)[0].cpu(), temperature, top_k, generator)
+        seen = torch.tensor([ids[-model.context :]], device=device)
+        token = pick(model.logits(seen)[0].cpu(), temperature, top_k, generator)
         if token == stop:
             return
         yield token
-        new = torch.tensor([[token]], device=device)
+        ids.append(token)
 
 
 def pick(logits_V: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:

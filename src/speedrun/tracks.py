@@ -17,20 +17,6 @@ from speedrun.errors import UserError, nearest
 # 0.01. Fixed: the baseline may be replaced by a faster one, the target is not moved (docs/experiments.md).
 POCKET_TARGET = 4.31
 
-RULES = (
-    "The token streams stay as they are; batch size, row length and attention structure are free.",
-    "The mean validation loss of several runs is at or below the target, one-sided t-test p < 0.01.",
-    "Faster than the previous record on the same machine.",
-)
-POCKET_RULES = (
-    *RULES,
-    "Whatever is derived from the token streams is computed inside the clock.",
-    "Recipe constants encode no corpus statistics.",
-    "Validation is forward only.",
-    "Nothing recompiles after the warm-up.",
-)
-SHORT_RULES = (*RULES, "No extra compiler flags.")
-
 
 @dataclass(frozen=True)
 class Track:
@@ -44,7 +30,6 @@ class Track:
     """Validation covers the first so many predicted tokens of the split; None: all of them."""
     files: dict[str, str] = field(default_factory=dict)
     """sha256 of each token file that is part of the track's definition."""
-    rules: tuple[str, ...] = RULES
     once: bool = False
     """Whether a run sees each training token at most once, so that one which needs more than there are is refused."""
     compiler_flags: bool = True
@@ -62,7 +47,6 @@ TRACKS = {
             target=POCKET_TARGET,
             locate=pocket.load,
             files=pocket.POCKET_FILES,
-            rules=POCKET_RULES,
         ),
         Track(
             name="short",
@@ -70,7 +54,6 @@ TRACKS = {
             target=3.28,
             locate=fineweb,
             val_tokens=10_485_760,
-            rules=SHORT_RULES,
             once=True,
             compiler_flags=False,
             checkpoints=False,
@@ -105,5 +88,4 @@ def own_track(folder: Path, target: float | None) -> Track:
         target=target,
         locate=lambda: TokenFolder.read(folder),
         files={name: file.sha256 for name, file in tokens.files.items()},
-        rules=(),
     )

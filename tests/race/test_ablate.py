@@ -21,6 +21,7 @@ from speedrun.race.children import Children
 from speedrun.race.statistics import Effect, effect, holm
 from speedrun.recipes import LINEAGE, get_recipe
 from speedrun.report.ablation import ablation_svg, bounds
+from speedrun.templates import markdown
 from speedrun.train.config import differences
 from speedrun.train.runlog import Result, now, plain
 from tests.race.conftest import SMALL, Speedrun
@@ -117,7 +118,7 @@ def test_the_table_is_sorted_and_keeps_what_harms_and_what_failed() -> None:
     assert b.loss.high < 0
     text = "\n".join("  ".join(row) for row in ablate.table(lines))
     assert "5 runs failed" in text
-    assert "| a | 5 |" in ablate.markdown(lines)
+    assert "| a | 5 |" in markdown(ablate.table(lines))
 
 
 def test_one_huge_effect_does_not_flatten_the_others() -> None:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scripts import calibration as c
 
-from speedrun.race import calibration as c
 from speedrun.race import statistics
 
 RACES = 60_000

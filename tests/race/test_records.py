@@ -16,8 +16,8 @@ from speedrun.race import records
 from speedrun.race.evidence import examine, write_manifest
 from speedrun.race.plan import Plan
 from speedrun.race.records import read_record
-from speedrun.report.compare import Curve, curves_svg
 from speedrun.report.records import records_svg
+from speedrun.templates import markdown
 from speedrun.train.runlog import modules, source_sha256
 from tests.race.conftest import SETTINGS, SMALL, Speedrun, words
 
@@ -205,46 +205,14 @@ def test_the_leaderboard_as_markdown_and_picture(first: Path, speedrun: Speedrun
     assert "<svg" in (tmp_path / "board.svg").read_text()
 
 
-def test_html_in_names_is_escaped(raced: Path) -> None:
+def test_html_in_names_is_escaped() -> None:
     name = "<script>alert(1)</script>"
     known = read_record(Path(speedrun_package.__file__).parents[2] / "records/pocket/normuon")
     record = dataclasses.replace(known, name=name, label="a|b", official=1.0)
-    assert "<script>" not in records.markdown([record])
-    assert "a&#124;b" in records.markdown([record])
+    assert "<script>" not in markdown(records.table([record]))
+    assert "a&#124;b" in markdown(records.table([record]))
     later = dataclasses.replace(record, date=date(2026, 2, 1), official=0.5)
     assert "<script>" not in records_svg("pocket", [record, later])
-    curve = Curve.read(raced / "runs/001-A")
-    renamed = Curve(name, curve.track, curve.train, curve.val, curve.status, curve.target)
-    assert "<script>" not in curves_svg([renamed, curve])
-    assert "&lt;script&gt;" in curves_svg([renamed, curve])
-
-
-# -------------------------------------------------------------------- comparing runs
-
-
-def test_compare_by_step_token_and_second(raced: Path, speedrun: Speedrun, tmp_path: Path) -> None:
-    runs = raced / "runs"
-    code, out, err = speedrun("compare", runs / "001-A", runs / "002-B", "--plot", "c.svg", "--csv", "c.csv")
-    assert (code, err) == (0, "")
-    head, a, b = out.splitlines()[:3]
-    assert head.split() == ["run", "steps", "tokens", "seconds", "ms/step", "loss", "reached", "status"]
-    assert a.split()[:3] == ["001-A", "4", "256"]
-    assert b.split()[:3] == ["002-B", "40", "2,560"]
-    lines = (tmp_path / "c.csv").read_text().splitlines()
-    assert lines[0] == "run,kind,step,tokens,seconds,loss"
-    assert len([line for line in lines if line.startswith("001-A,train")]) == 4
-    assert lines[1].split(",")[2:4] == ["1", "64"]
-    for axis in ("steps", "tokens", "seconds on the clock"):
-        assert axis in (tmp_path / "c.svg").read_text()
-
-
-def test_mistakes_in_compare(raced: Path, speedrun: Speedrun, tmp_path: Path) -> None:
-    run = raced / "runs/001-A"
-    assert "comparing needs at least 2" in speedrun("compare", run)[2]
-    assert "There is no run folder nowhere" in speedrun("compare", run, "nowhere")[2]
-    shutil.copytree(run, tmp_path / "other")
-    write_json(tmp_path / "other/run.json", {**read(run / "run.json"), "track": "pocket"})
-    assert "Runs of different tracks cannot be compared: own, pocket" in speedrun("compare", run, "other")[2]
 
 
 def test_the_plan_of_a_record_is_the_plan_of_the_race(first: Path, raced: Path) -> None:

@@ -26,7 +26,7 @@ from speedrun.train.config import PublishedCurve
 from speedrun.train.runlog import RUN, plain, read_metrics
 from tests.race.conftest import SMALL, Speedrun
 
-KINDS = ("run", "beside", "traced", "race", "record", "ablation", "records")
+KINDS = ("run", "runs", "beside", "traced", "race", "record", "ablation", "records")
 CHROME = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 QUIET = "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync"
 
@@ -120,7 +120,8 @@ def look(browser: Any, folders: dict[str, Path], tmp_path: Path) -> Iterator[Cal
 
     def opened(kind: str, width: int = 1100, scheme: str = "light") -> Any:
         file = tmp_path / f"{kind}.html"
-        assert cli.main(["report", str(folders[kind]), "--out", str(file)]) == 0
+        named = [folders["run"], folders["traced"]] if kind == "runs" else [folders[kind]]
+        assert cli.main(["report", *map(str, named), "--out", str(file)]) == 0
         context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
         contexts.append(context)
         page = context.new_page()
@@ -144,7 +145,7 @@ def look(browser: Any, folders: dict[str, Path], tmp_path: Path) -> Iterator[Cal
 def test_a_page_stands_alone_and_says_first_what_matters(kind: str, look: Callable[..., Any]) -> None:
     page = look(kind)
     first = {"run": "target reached", "traced": "target reached", "race": "faster", "record": "faster"}
-    first |= {"ablation": "ablation", "records": "1 record", "beside": "target reached"}
+    first |= {"ablation": "ablation", "records": "1 record", "beside": "target reached", "runs": "2 runs"}
     assert page.locator(".lead strong").inner_text() == first[kind]
     assert page.locator("h1").count() == 1
     for link in page.locator("nav a").all():
@@ -248,6 +249,34 @@ def test_a_run_beside_a_record_shows_it_as_a_dashed_line_and_as_data(
     ]  # fmt: skip
 
 
+def test_several_runs_by_step_token_and_second(raced: Path, speedrun: Speedrun, tmp_path: Path) -> None:
+    runs = raced / "runs"
+    html = page_of(runs / "001-A", runs / "002-B")
+    table = [[row[name] for name in ("run", "steps", "tokens", "status")] for row in data_of(html, "runs")]
+    assert table == [["001-A", "4", "256", "ok"], ["002-B", "40", "2,560", "ok"]]
+    rows = data_of(html, "loss")
+    assert list(rows[0]) == ["run", "kind", "step", "tokens", "seconds", "loss"]
+    assert (rows[0]["step"], rows[0]["tokens"]) == ("1", "64")
+    assert len([r for r in rows if (r["run"], r["kind"]) == ("001-A", "train")]) == 4
+    for axis in ("steps", "tokens", "seconds on the clock"):
+        assert f"by {axis}" in html
+    for name in ("one", "other", "001-A"):
+        shutil.copytree(runs / "001-A", tmp_path / name)
+    named = {str(runs / "001-A"), str(tmp_path / "001-A")}
+    assert {row["run"] for row in data_of(page_of(runs / "001-A", tmp_path / "001-A"), "loss")} == named
+    assert str(tmp_path / "one+other.html") in speedrun("report", "one", "other")[1]
+    assert str(tmp_path / "one+2.html") in speedrun("report", "one", "other", "one")[1]
+
+
+def test_mistakes_with_several_runs(raced: Path, speedrun: Speedrun, tmp_path: Path) -> None:
+    run = raced / "runs/001-A"
+    assert "No folder was named" in speedrun("report")[2]
+    assert "There is no run folder nowhere" in speedrun("report", run, "nowhere")[2]
+    shutil.copytree(run, tmp_path / "other")
+    write_json(tmp_path / "other/run.json", {**json.loads((run / "run.json").read_text()), "track": "pocket"})
+    assert "Runs of different tracks cannot be compared: own, pocket" in speedrun("report", run, "other")[2]
+
+
 def test_a_race_shows_every_run_and_the_claim(folders: dict[str, Path]) -> None:
     html = page_of(folders["race"])
     verdict = json.loads((folders["race"] / "verdict.json").read_text())
@@ -290,6 +319,7 @@ def test_names_are_words_and_never_markup(folders: dict[str, Path], browser: Any
     html = page_of(evil)
     assert "<script" not in html
     assert "<img" not in html
+    assert "<img" not in page_of(evil, evil)
     page = browser.new_page()
     alerts: list[str] = []
     page.on("dialog", lambda dialog: (alerts.append(dialog.message), dialog.dismiss()))

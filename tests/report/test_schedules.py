@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from speedrun.recipes import LINEAGE, get_recipe
-from speedrun.report.schedules import panels, schedule_svg, steps_path
+from speedrun.report.schedules import panels, pieces, schedule_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -36,5 +36,5 @@ def test_what_changes_has_a_panel_with_its_values() -> None:
 
 
 def test_a_constant_line_is_one_segment_and_gaps_lift_the_pen() -> None:
-    assert steps_path([1, 1, 1, 1], lambda s: s, lambda v: v) == "M0.0 1.0 L3.0 1.0"
-    assert steps_path([1, None, 2], lambda s: s, lambda v: v) == "M0.0 1.0 M2.0 2.0"
+    assert pieces([1, 1, 1, 1]) == [[(0, 1), (3, 1)]]
+    assert pieces([None, 1, None, 2]) == [[(1, 1)], [(3, 2)]]

@@ -15,11 +15,11 @@ from speedrun.race import records as records_room
 from speedrun.race import sweep as sweep_room
 from speedrun.race.children import terminable
 from speedrun.race.race import Race
-from speedrun.report import compare as compare_room
 from speedrun.report import pages, traces
 from speedrun.report import send as send_room
 from speedrun.report.ablation import ablation_svg
 from speedrun.report.records import records_svg
+from speedrun.templates import markdown
 
 
 @terminable()
@@ -75,25 +75,11 @@ def records(args: Sequence[str]) -> int:
         raise UserError(f"--plot draws one track, but {', '.join(boards)} have records; choose with --track.")
     for track, found in boards.items():
         say(f"\n## {track}\n" if given.markdown else f"{track} track")
-        if given.markdown:
-            say(records_room.markdown(found))
-        else:
-            grid(records_room.table(found))
+        rows = records_room.table(found)
+        say(markdown(rows), end="") if given.markdown else grid(rows)
         if given.plot is not None:
             write_atomic(given.plot, records_svg(track, found))
             say(f"drawn in {given.plot}")
-    return 0
-
-
-def compare(args: Sequence[str]) -> int:
-    about = "Compare runs: losses by step, token and second."
-    given = parse(compare_room.Compare, "compare", args, about=about)
-    curves = compare_room.read_curves(given.runs)
-    grid(compare_room.table(curves))
-    for file, content in ((given.plot, compare_room.curves_svg), (given.csv, compare_room.as_csv)):
-        if file is not None:
-            write_atomic(file, content(curves))
-            say(f"written to {file}")
     return 0
 
 
@@ -101,9 +87,10 @@ def compare(args: Sequence[str]) -> int:
 def ablate(args: Sequence[str]) -> int:
     given = parse(ablate_room.Ablate, "ablate", args, about=ablate_room.__doc__)
     lines = ablate_room.run(given, console)
-    grid(ablate_room.table(lines))
+    rows = ablate_room.table(lines)
+    grid(rows)
     title = f"{given.recipe} without each of its switches"
-    for file, content in ((given.markdown, ablate_room.markdown(lines)), (given.plot, ablation_svg(title, lines))):
+    for file, content in ((given.markdown, markdown(rows)), (given.plot, ablation_svg(title, lines))):
         if file is not None:
             write_atomic(file, content)
             say(f"written to {file}")

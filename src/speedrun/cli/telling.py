@@ -17,7 +17,6 @@ from speedrun.cli.words import dispatch, grid, parse, say
 from speedrun.data import encode, fineweb, pocket
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError, nearest
-from speedrun.files import explained as file_errors
 from speedrun.files import write_atomic
 from speedrun.model.gpt import count_parameters
 from speedrun.options import unset
@@ -40,15 +39,15 @@ def tracks(args: Sequence[str]) -> int:
         """List the tracks."""
 
     parse(Tracks, "tracks", args, about="List the tracks: what must be reached, on which tokens.")
-    table = Table("track", "target loss", "data", "what", box=None)
+    rows = [("track", "target loss", "data", "what")]
     for track in TRACKS.values():
         try:
             track.locate()
             data = "ready"
         except UserError:
             data = "missing"
-        table.add_row(track.name, f"{track.target:g} nats", data, track.about)
-    say(table)
+        rows.append((track.name, f"{track.target:g} nats", data, track.about))
+    grid(rows)
     say("`speedrun doctor` tells where the data lies, and how to get what is missing.")
     return 0
 
@@ -75,14 +74,11 @@ def recipes(args: Sequence[str]) -> int:
         about="`speedrun recipes` lists them; `speedrun recipes show NAME` explains one.",
     )
     if given.action == "list":
-        table = Table("recipe", "sizes", "what", box=None)
+        rows = [("recipe", "sizes", "what")]
         for name, sizes in LINEAGE.items():
-            table.add_row(
-                name + (" (default)" if name == DEFAULT else ""),
-                ", ".join(sizes),
-                next(iter(sizes.values()))().about,
-            )
-        say(table)
+            called = name + (" (default)" if name == DEFAULT else "")
+            rows.append((called, ", ".join(sizes), next(iter(sizes.values()))().about))
+        grid(rows)
         say("`speedrun recipes show NAME` lists every field of one.")
         return 0
     if given.action != "show":
@@ -94,11 +90,7 @@ def recipes(args: Sequence[str]) -> int:
     parts = ", ".join(f"{k} {v / 1e6:.2f} M" for k, v in counts.items())
     say(f"{sum(counts.values()) / 1e6:.2f} M parameters ({parts})")
     say(f"{recipe.schedule.tokens / 1e6:,.2f} M training tokens in {recipe.schedule.total:,} steps")
-    header, *rows = recipe.model.table()
-    layers = Table(*header, box=None)
-    for row in rows:
-        layers.add_row(*row)
-    say(layers)
+    grid(recipe.model.table())
     table = Table(Column("field", no_wrap=True), "value", "meaning", box=None)
     explained = meanings(Recipe)
     for name, value in fields_of(recipe).items():
@@ -106,8 +98,7 @@ def recipes(args: Sequence[str]) -> int:
             table.add_row(name, f"{value:g}" if isinstance(value, float) else str(value), explained[name])
     say(table)
     if given.plot is not None:
-        with file_errors(given.plot):
-            write_atomic(given.plot, schedule_svg(recipe).encode())
+        write_atomic(given.plot, schedule_svg(recipe))
         say(f"schedules drawn in {given.plot}")
     return 0
 

@@ -213,7 +213,7 @@ def attend(
         if isinstance(window, int) and local(T, window):
             assert mask is not None
             return attend_locally(q_BTHK, k_BTHK, v_BTHK, window=window, mask=mask, scale=scale)
-        return attend_masked(q_BTHK, k_BTHK, v_BTHK, mask=mask, causal=mask is None, scale=scale)
+        return attend_masked(q_BTHK, k_BTHK, v_BTHK, mask=mask, scale=scale)
     assert not isinstance(window, Tensor)
     kind = q_BTHK.device.type
     if torch.is_autocast_enabled(kind):  # SDPA does so by itself
@@ -225,11 +225,11 @@ def attend(
 
 
 def attend_masked(
-    q_BTHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor, *, mask: Tensor | None, causal: bool, scale: float | None = None
+    q_BTHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor, *, mask: Tensor | None, scale: float | None = None
 ) -> Tensor:
-    """Every query against every key, (B, T, H, K); `mask` is True where a query may look."""
+    """Every query against every key, (B, T, H, K); `mask` is True where a query may look; None: causal."""
     q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BSHK, v_BSHK))
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
     return y.transpose(1, 2)
 
 
@@ -305,7 +305,7 @@ def attend_locally(
         ends = [parts[j][i - 1][:, -before:] for j in (1, 2)] if i and before else []
         longer = [torch.cat(pair, dim=1) for pair in zip(ends, near, strict=True)] if ends else near
         keys, values = (with_blocks_before(x, before)[:, before if ends else 0 :].flatten(0, 1) for x in longer)
-        y = attend_masked(here.flatten(0, 1), keys, values, mask=seen.flatten(0, 1), causal=False, scale=scale)
+        y = attend_masked(here.flatten(0, 1), keys, values, mask=seen.flatten(0, 1), scale=scale)
         found.append(y.unflatten(0, here.shape[:2]))
     y = found[0] if pieces == 1 else torch.cat(found, dim=1)
     return y.reshape(B, n * block, H, K)[:, :T]

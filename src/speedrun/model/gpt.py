@@ -6,20 +6,19 @@ Shapes: B rows, T positions, D width, H heads, K head width, V vocabulary, N = B
 """
 
 import math
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speedrun.model.attention import Backend, Sight, attend, attend_masked, sight, visible, window_is_data
+from speedrun.model.attention import Backend, Sight, attend, sight, window_is_data
 from speedrun.model.config import GPTConfig
 from speedrun.model.embeddings import lookup
 from speedrun.model.head import logits_of, loss_sum, targets_ahead
 from speedrun.model.rotary import frequencies, rotary_tables, rotate, stretched
 
-__all__ = ["GPT", "Cache", "GPTConfig", "Windows", "count_parameters", "flops_per_token"]
+__all__ = ["GPT", "GPTConfig", "Windows", "count_parameters", "flops_per_token"]
 
 
 class Windows(NamedTuple):
@@ -40,27 +39,6 @@ class WindowData(NamedTuple):
 
     short: Tensor
     long: Tensor
-
-
-@dataclass
-class LayerCache:
-    keys: Tensor  # (B, S, H, K) of earlier positions, as attention saw them
-    values: Tensor
-    last_key: Tensor  # (B, 1, H, K) of the last position, before the key offset
-
-
-@dataclass
-class Cache:
-    """What generating one token at a time remembers.
-
-    A position sees itself and at most `window - 1` earlier ones, so text may grow beyond the length the model was
-    trained on without showing it distances it has never seen.
-    """
-
-    window: int
-    position: int = 0
-    layers: dict[int, LayerCache] = field(default_factory=dict)
-    last: dict[str, Tensor] = field(default_factory=dict)  # of the last position, what the next one mixes in
 
 
 class Matrix(nn.Module):
@@ -84,7 +62,7 @@ class Place(NamedTuple):
     cos: Tensor
     sin: Tensor
     scale: float | None
-    sight: Sight | None  # None: generating, where a cache knows
+    sight: Sight
     follows_BT: Tensor | None  # True where a position may mix in the one before; None: everywhere but at 0
     windows: Windows | WindowData | None
 
@@ -102,7 +80,7 @@ def previous(x: Tensor, before: Tensor | None = None) -> Tensor:
 class Attention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
-        self.config, self.layer = config, layer
+        self.config = config
         self.qkv = Matrix(config.width, 3 * config.width)
         self.out = Matrix(config.width, config.width)
         self.long = layer in config.long_layers
@@ -115,7 +93,7 @@ class Attention(nn.Module):
         self.lambdas = nn.Parameter(torch.tensor([0.5, 1.0])) if config.attention_lambdas else None
         self.value_lambdas = nn.Parameter(torch.tensor([0.5, 0.5])) if config.value_lambdas else None
 
-    def forward(self, x_BTD: Tensor, value_BTD: Tensor | None, at: Place, cache: Cache | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, value_BTD: Tensor | None, at: Place) -> Tensor:
         B, T, D = x_BTD.shape
         c = self.config
         weight = self.qkv.weight.to(x_BTD.dtype)
@@ -127,15 +105,10 @@ class Attention(nn.Module):
             q, k = norm(q, c.norm_eps), norm(k, c.norm_eps)  # bounded scores, so the learning rate can be high
         q, k = rotate(q, at.cos, at.sin), rotate(k, at.cos, at.sin)
         v = self.mix_values(v, x_BTD, value_BTD)
-        past = None if cache is None else cache.layers.get(self.layer)
-        raw_k = k
         if self.offset:
-            k = self.shift_still_channels(k, at.follows_BT, None if past is None else past.last_key)
+            k = self.shift_still_channels(k, at.follows_BT)
         window = None if at.windows is None else (at.windows.long if self.long else at.windows.short)
-        if cache is None:
-            y = attend(q, k, v, window=window, scale=at.scale, shared=at.sight)
-        else:
-            y = self.attend_cached(q, k, v, raw_k, window, at.scale, cache)
+        y = attend(q, k, v, window=window, scale=at.scale, shared=at.sight)
         if self.gate is not None:
             # Softmax makes a head attend to something; its gate lets it add nothing.
             y = y * torch.sigmoid(F.linear(x_BTD[..., : c.gate_inputs], self.gate))[..., None]
@@ -156,36 +129,14 @@ class Attention(nn.Module):
             extra = extra * (2 * torch.sigmoid(F.linear(x_BTD[..., : c.gate_inputs], self.value_gate)))[..., None]
         return v_BTHK + (extra if self.value_lambdas is None else self.value_lambdas[1] * extra)
 
-    def shift_still_channels(self, k_BTHK: Tensor, follows_BT: Tensor | None, before: Tensor | None) -> Tensor:
+    def shift_still_channels(self, k_BTHK: Tensor, follows_BT: Tensor | None) -> Tensor:
         """On the channels that do not turn, the key of the token before: so attention finds what follows a match."""
         quarter = self.config.head_width // 4
-        shifted = previous(k_BTHK, k_BTHK[:, :1] if before is None else before)
+        shifted = previous(k_BTHK, k_BTHK[:, :1])
         if follows_BT is not None:
             shifted = torch.where(follows_BT[..., None, None], shifted, k_BTHK)
         parts = k_BTHK.split(quarter, dim=-1), shifted.split(quarter, dim=-1)
         return torch.cat([parts[0][0], parts[1][1], parts[0][2], parts[1][3]], dim=-1)
-
-    def attend_cached(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        raw_k: Tensor,
-        window: int | Tensor | None,
-        scale: float | None,
-        cache: Cache,
-    ) -> Tensor:
-        past = cache.layers.get(self.layer)
-        if past is not None:
-            k, v = torch.cat([past.keys, k], 1), torch.cat([past.values, v], 1)
-        T, S = q.shape[1], k.shape[1]
-        back = cache.window - 1 if window is None else min(int(window), cache.window - 1)
-        device = q.device
-        mask = visible(torch.arange(S - T, S, device=device), torch.arange(S, device=device), back)[None, None]
-        y = attend_masked(q, k, v, mask=mask, causal=False, scale=scale)
-        keep = max(0, S - back)
-        cache.layers[self.layer] = LayerCache(k[:, keep:], v[:, keep:], raw_k[:, -1:])
-        return y
 
 
 class MLP(nn.Module):
@@ -245,7 +196,7 @@ class GPT(nn.Module):
         self.windows_so_far: tuple[int, ...] = ()
         self.sampling_windows: Windows | None = None
         self.sampling_tied = False
-        self.grow(context)
+        self._positions(context)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -280,11 +231,6 @@ class GPT(nn.Module):
 
     # ------------------------------------------------------------------ positions
 
-    def grow(self, context: int) -> None:
-        """Make the position tables reach `context` positions; the tables are computed, never learned or saved."""
-        if len(self.cos) < context:
-            self._positions(context)
-
     def stretch(self, windows_so_far: tuple[int, ...]) -> None:
         """Positions as YaRN leaves them after these long windows; does nothing without `yarn`."""
         if self.config.yarn and windows_so_far != self.windows_so_far:
@@ -292,6 +238,7 @@ class GPT(nn.Module):
             self._positions(len(self.cos))
 
     def _positions(self, length: int) -> None:
+        """Tables that reach so many positions; they are computed, never learned or saved."""
         c = self.config
         frequency, factor = stretched(frequencies(c.head_width, c.rotary_base, c.rotary), self.windows_so_far)
         # Queries and keys are both multiplied by these, so each gets the root of the scores' factor.
@@ -328,13 +275,13 @@ class GPT(nn.Module):
         """The table that makes the logits. One for both ends is half the memory, and each learns from the other."""
         return self.embed if self.head is None or (tied and self.config.tied) else self.head
 
-    def trunk(self, ids_BT: Tensor, at: Place, cache: Cache | None = None) -> Tensor:
+    def trunk(self, ids_BT: Tensor, at: Place) -> Tensor:
         """Final normalised features (B, T, D)."""
         c = self.config
         x = lookup(self.embed, ids_BT)
         values = [lookup(table, ids_BT) for table in self.value_embeds]
         if self.smear_lambda is not None:
-            x = self.smear(x, at, cache)
+            x = self.smear(x, at)
         if c.embed_norm:
             x = norm(x, c.norm_eps)  # frequent and rare tokens enter with the same size
         x0 = x
@@ -353,7 +300,7 @@ class GPT(nn.Module):
             if block.attention is not None:
                 table = block.attention.value_table
                 inner = norm(x, c.norm_eps) if c.attention_norm else x
-                y = block.attention(inner, None if table is None else values[table], at, cache)
+                y = block.attention(inner, None if table is None else values[table], at)
                 x = x + y * self.attention_factor if self.attention_factor != 1.0 else x + y
             if block.mlp is not None:
                 x = x + block.mlp(norm(x, c.norm_eps))
@@ -363,7 +310,7 @@ class GPT(nn.Module):
                 out_of = x
         x = self.take_out(x, out_of)
         if self.smear_mtp_lambda is not None:
-            x = self.smear_final(x, at, cache)
+            x = self.smear_final(x, at)
         return x
 
     def mix_in(self, i: int, x: Tensor, x0: Tensor, x02: Tensor | None) -> Tensor:
@@ -398,35 +345,26 @@ class GPT(nn.Module):
         # What the head should read may also be found in a middle layer.
         return self.backout_lambdas[0] * norm(x, eps) + self.backout_lambdas[1] * norm(out_of, eps)
 
-    def smear(self, x: Tensor, at: Place, cache: Cache | None) -> Tensor:
+    def smear(self, x: Tensor, at: Place) -> Tensor:
         """Each embedding plus a gated share of the one before: pairs of tokens, without attention."""
         assert self.smear_lambda is not None
         assert self.smear_gate is not None
         gate = torch.sigmoid(F.linear(x[..., : self.config.gate_inputs], self.smear_gate))
-        return x + self.smear_lambda * gate * self.one_before("smear", x, at, cache)
+        return x + self.smear_lambda * gate * self.one_before(x, at)
 
-    def smear_final(self, x: Tensor, at: Place, cache: Cache | None) -> Tensor:
+    def smear_final(self, x: Tensor, at: Place) -> Tensor:
         assert self.smear_mtp_lambda is not None
-        return x + self.smear_mtp_lambda * self.one_before("smear_mtp", x, at, cache)
+        return x + self.smear_mtp_lambda * self.one_before(x, at)
 
-    def one_before(self, what: str, x: Tensor, at: Place, cache: Cache | None) -> Tensor:
-        before = previous(x, None if cache is None else cache.last.get(what))
-        if cache is not None:
-            cache.last[what] = x[:, -1:]
+    def one_before(self, x: Tensor, at: Place) -> Tensor:
+        before = previous(x)
         return before if at.follows_BT is None else before * at.follows_BT[..., None]
 
-    def place(
-        self,
-        start: int,
-        T: int,
-        documents_BT: Tensor | None,
-        windows: Windows | WindowData | None,
-        sight: Sight | None = None,
-    ) -> Place:
+    def place(self, T: int, documents_BT: Tensor | None, windows: Windows | WindowData | None, sight: Sight) -> Place:
         follows = None
         if documents_BT is not None and not self.config.across_documents:
             follows = documents_BT == previous(documents_BT[..., None], documents_BT[:, :1, None] - 1)[..., 0]
-        cos, sin = self.cos[start : start + T], self.sin[start : start + T]
+        cos, sin = self.cos[:T], self.sin[:T]
         # With QK norm no score is above scale * head width (before YaRN): it decides how sharp attention can get.
         return Place(cos, sin, self.config.attention_scale or None, sight, follows, windows)
 
@@ -469,21 +407,16 @@ class GPT(nn.Module):
         B, T = ids_BT.shape
         seen: list[int | Tensor | None] = [None] if windows is None else [*windows]
         shared = sight(self.backend, B, T, ids_BT.device, seen, documents_BT, edges, longest)
-        return self.trunk(ids_BT, self.place(0, T, documents_BT, windows, shared))
+        return self.trunk(ids_BT, self.place(T, documents_BT, windows, shared))
 
     def as_trained(self, windows: Windows | None, windows_so_far: tuple[int, ...], tied: bool) -> None:
         """Make `logits` see what training saw last."""
         self.stretch(windows_so_far)
         self.sampling_windows, self.sampling_tied = windows, tied
 
-    def logits(self, ids_BT: Tensor, cache: Cache) -> Tensor:
-        """Float32 logits of the last position, (B, V). Once the cache has begun, it takes one new token at a time."""
-        T = ids_BT.shape[1]
-        if cache.position and T != 1:
-            raise ValueError(f"a cache that has begun takes one new token at a time, not {T}")
-        at = self.place(cache.position, T, None, self.sampling_windows)
-        x_BD = self.trunk(ids_BT, at, cache)[:, -1]
-        cache.position += T
+    def logits(self, ids_BT: Tensor) -> Tensor:
+        """Float32 logits of the last position, (B, V)."""
+        x_BD = self.features(ids_BT, windows=self.sampling_windows)[:, -1]
         return logits_of(x_BD, self.head_weight(self.sampling_tied), self.config)
 
 

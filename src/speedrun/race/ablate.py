@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
 from rich.console import Console
 
 from speedrun.checks import AboveZero
@@ -109,9 +108,7 @@ class Ablate:
     """On which track. With --data: at the size of which track."""
     data: Annotated[Path | None, unset("PATH")] = None
     """A folder made by `speedrun data encode`, instead of a track's tokens."""
-    changes: Annotated[
-        tuple[str, ...], tyro.conf.arg(name="set", metavar="FIELD=VALUE ...", help_behavior_hint="")
-    ] = ()
+    changes: Annotated[tuple[str, ...], unset("FIELD=VALUE ...", name="set")] = ()
     """FIELD=value, changed in every run, such as schedule.steps=200 for a shorter one."""
     switches: Annotated[tuple[str, ...], unset("SWITCH ...")] = ()
     """Which switches; default: all that the recipe has."""
@@ -360,8 +357,3 @@ def table(lines: list[Line]) -> list[tuple[str, ...]]:
 
 def _percent(log: float) -> str:
     return f"{100 * math.expm1(log):+.1f} %" if abs(log) < 20 else "?"
-
-
-def markdown(lines: list[Line]) -> str:
-    head, *rows = table(lines)
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)) + "\n"

@@ -43,13 +43,9 @@ def stats(given: Stats, console: Console) -> int:
         bad = next(x for x in given.times if not 0 < x < math.inf)
         raise UserError(f"A time is {bad}; it must be above 0 seconds.")
     p = float(statistics.below(np.array(given.losses), given.target))
-    std, mean = statistics.std_mean(given.losses)
-    spread = statistics.std_mean(given.times) if given.times else None
-    shown = statistics.shown
-    console.print(f"p={p:.4f}")
-    console.print(f"losses: (std={shown(std)}, mean={shown(mean)})")
-    if spread:
-        console.print(f"time: (std={shown(spread[0])}, mean={shown(spread[1])})")
+    told = {"losses": statistics.spread(given.losses)}
+    told |= {"time": statistics.spread(given.times)} if given.times else {}
+    console.print("\n".join([f"p={p:.4f}", *(f"{what}: {values}" for what, values in told.items())]))
     gap, n = given.target - float(np.mean(given.losses)), len(given.losses)
     where = f"the mean of {n} losses is {abs(gap):.4f} {'below' if gap >= 0 else 'above'} the target {given.target:g}"
     if p < given.alpha:

@@ -10,12 +10,12 @@ import dataclasses
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 
-import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -54,13 +54,9 @@ class Race:
     """With --data: the validation loss to reach, in nats per token."""
     runs: int = 10
     """Runs of each side. Two sides are interleaved in blocks of four (ABBA), so it must be even then."""
-    changes: Annotated[
-        tuple[str, ...], tyro.conf.arg(name="set", metavar="FIELD=VALUE ...", help_behavior_hint="")
-    ] = ()
+    changes: Annotated[tuple[str, ...], unset("FIELD=VALUE ...", name="set")] = ()
     """FIELD=value, changed in side A's recipe."""
-    against_changes: Annotated[
-        tuple[str, ...], tyro.conf.arg(name="against-set", metavar="FIELD=VALUE ...", help_behavior_hint="")
-    ] = ()
+    against_changes: Annotated[tuple[str, ...], unset("FIELD=VALUE ...", name="against-set")] = ()
     """FIELD=value, changed in side B's recipe."""
     kind: Literal["full", "systems"] = "full"
     """full: losses are tested against the target. systems: side A only computes the same thing faster, which bit-equal
@@ -268,7 +264,7 @@ class Course:
     def execute(self, entry: Entry, path: Path, tick: Callable[[Entry, int], None]) -> None:
         errors = self.folder / ".stderr"
         # A run inherits the lock, so that it holds the race even if this process is killed before it.
-        inherited = (self.lock.fileno(),) if self.lock is not None and os.name != "nt" else ()
+        inherited = (self.lock.fileno(),) if self.lock is not None else ()
         with open(errors, "w+") as stderr:
             child = subprocess.Popen(
                 self.command(entry, path), stdout=subprocess.DEVNULL, stderr=stderr, pass_fds=inherited
@@ -316,34 +312,21 @@ class Course:
     def say(self, line: str) -> None:
         self.console.print(line)
 
-    def progress(self) -> "Bar":
-        return Bar(self.console, self.entries, {s: r.schedule.total for s, r in self.plan.recipes.items()})
+    @contextmanager
+    def progress(self) -> Iterator[Callable[[Entry, int], None]]:
+        """One bar over the steps of all runs, on a terminal; elsewhere the lines of the runs are enough."""
+        steps = [self.plan.recipes[entry.side].schedule.total for entry in self.entries]
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"))
+        quiet = not self.console.is_terminal
+        with Progress(*columns, TimeRemainingColumn(), console=self.console, transient=True, disable=quiet) as bar:
+            task = bar.add_task("race", total=sum(steps))
 
+            def tick(entry: Entry, done: int) -> None:
+                k = entry.number - 1
+                text = f"run {entry.number}/{len(steps)} ({entry.name}) step {done}/{steps[k]}"
+                bar.update(task, completed=sum(steps[:k]) + done, description=text)
 
-class Bar:
-    """One bar over the steps of all runs, on a terminal; elsewhere the lines of the runs are enough."""
-
-    def __init__(self, console: Console, entries: list[Entry], steps: dict[str, int]) -> None:
-        self.console, self.entries, self.steps = console, entries, steps
-        self.bar: Progress | None = None
-
-    def __enter__(self) -> Callable[[Entry, int], None]:
-        if self.console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"))
-            self.bar = Progress(*columns, TimeRemainingColumn(), console=self.console, transient=True)
-            self.bar.start()
-            self.task = self.bar.add_task("race", total=sum(self.steps[e.side] for e in self.entries))
-        return self.tick
-
-    def tick(self, entry: Entry, done: int) -> None:
-        if self.bar:
-            before = sum(self.steps[e.side] for e in self.entries[: entry.number - 1])
-            text = f"run {entry.number}/{len(self.entries)} ({entry.name}) step {done}/{self.steps[entry.side]}"
-            self.bar.update(self.task, completed=before + done, description=text)
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar:
-            self.bar.stop()
+            yield tick
 
 
 def finished(path: Path) -> bool:

@@ -10,7 +10,6 @@ mean. The leaderboard sorts by the official one, so times of different machines 
 
 import dataclasses
 import datetime
-import html
 import re
 import shutil
 import zipfile
@@ -25,6 +24,7 @@ from speedrun.race import statistics
 from speedrun.race.evidence import ARCHIVE, INTERRUPTED, RUNS, Finding, examine, write_manifest
 from speedrun.race.plan import PLAN, RESTORE, Plan, agree
 from speedrun.race.verdict import TEXT, VERDICT
+from speedrun.templates import render
 from speedrun.train.config import Recipe, differences, to_dict
 from speedrun.train.runlog import RUN, SOURCE, modules, plain, source_sha256
 
@@ -189,74 +189,20 @@ def anonymous(value: Any) -> Any:
 
 def readme(record: Record, plan: Plan, verdict: dict[str, Any]) -> str:
     """In the manner of the records that this grew out of: what changed, timing and validation, the predecessor."""
-    sides, shown = verdict["sides"], statistics.shown
-    runs = {side: [r for r in verdict["runs"] if r["side"] == side] for side in sides}
-    losses = [round(r["loss"], 6) for r in runs["A"]]
-    times = [round(r["time"], 3) for r in runs["A"]]
-    lines = [
-        f"# {html.escape(record.name)}: {record.official:.1f} s on the {plan.track} track",
-        "",
-        f"{html.escape(record.label)}, {record.date}. {html.escape(verdict['why'])}.",
-        "",
-        "## What changed",
-        "",
-    ]
-    if record.retimed is not None:
-        changed = [c for c in differences(plan.recipes["B"], plan.recipes["A"]) if not c.startswith("name:")]
-        saved = record.measured - record.retimed
-        lines += [f"Against `{record.against}` ({saved:+.2f} s on the same machine):", ""]
-        lines += [f"- `{change}`" for change in changed] or ["- nothing in the recipe"]
-    else:
-        lines.append("The first of its kind: it was measured against the target alone.")
-    std, mean = statistics.std_mean(losses)
-    p = float(statistics.below(losses, plan.target))  # type: ignore[arg-type]
-    lines += [
-        "",
-        "## Timing and validation",
-        "",
-        "```python",
-        "import scipy.stats",
-        "import torch",
-        "",
-        f"losses = {losses}",
-        f"times = {times}",
-        "",
-        f'print("p=%.4f" % scipy.stats.ttest_1samp(losses, {plan.target:g}, alternative="less").pvalue)',
-        f"# p={p:.4f}",
-        'print("losses:", torch.std_mean(torch.tensor(losses)))',
-        f"# losses: (std={shown(std)}, mean={shown(mean)})",
-        'print("time:", torch.std_mean(torch.tensor(times)))',
-        "# time: (std={}, mean={})".format(*map(shown, statistics.std_mean(times))),
-        "```",
-        "",
-    ]
-    if plan.kind == "systems":
-        lines += [f"A systems-only change: losses are bit-equal for all {verdict['pairs']['all']} seeds.", ""]
-    if plan.paired:
-        theirs = [round(r["time"], 3) for r in runs["B"]]
-        time = verdict["time"]
-        lines += [
-            f"`{record.against}`, run in turns with it (ABBA): mean {record.retimed:.3f} s, {theirs}.",
-            f"Ratio {time['ratio']:.4f} ({float(time['low']):.4f} to {float(time['high']):.4f}), "
-            f"{time['blocks']} blocks, p={time['p_faster']:.4f}.",
-            "",
-        ]
-    if record.shadow is not None:
-        lines += [f"On the shadow split, which no tuning looks at: mean loss {record.shadow:.4f}.", ""]
-    before = f"that of `{record.predecessor}` plus the difference of the two means above"
-    lines += [
-        f"Measured time {record.measured:.3f} s on {record.machine}. Official time {record.official:.3f} s: "
-        + (before if record.predecessor else "the measured one, since it is the first record")
-        + ".",
-        "",
-        "## Files",
-        "",
-        f"`{PLAN}` was written before the first run; `{RUNS}/` has every run, `{VERDICT}` what follows from them, "
-        f"`{RECIPE}` the recipe, `{ARCHIVE}` the program.",
-        "`speedrun verify` on this folder checks that they agree; `speedrun challenge` races it on your machine.",
-        "",
-    ]
-    return "\n".join(lines)
+    losses = [round(r["loss"], 6) for r in verdict["runs"] if r["side"] == "A"]
+    changed = differences(plan.recipes["B"], plan.recipes["A"]) if record.retimed is not None else []
+    return render(
+        "record.md",
+        record=record,
+        plan=plan,
+        verdict=verdict,
+        ratio=verdict["time"],
+        losses=losses,
+        times={s: [round(r["time"], 3) for r in verdict["runs"] if r["side"] == s] for s in verdict["sides"]},
+        p=float(statistics.below(losses, plan.target)),  # type: ignore[arg-type]
+        changed=[change for change in changed if not change.startswith("name:")],
+        spread=statistics.spread,
+    )
 
 
 # -------------------------------------------------------------------- verifying
@@ -315,8 +261,3 @@ def table(records: list[Record]) -> list[tuple[str, ...]]:
         times = f"{r.official:.1f} s", f"{r.measured:.1f} s"
         rows.append((*times, f"{r.loss:.4f}", proof, shadow, str(r.runs), r.date.isoformat(), r.name, r.label))
     return rows
-
-
-def markdown(records: list[Record]) -> str:
-    head, *rows = [[html.escape(cell).replace("|", "&#124;") for cell in row] for row in table(records)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))

@@ -55,6 +55,10 @@ def shown(value: float) -> str:
     return f"{value:.4e}" if value and not 1e-4 <= abs(value) < 1e8 else f"{value:.4f}"
 
 
+def spread(values: Sequence[float]) -> str:
+    return "(std={}, mean={})".format(*map(shown, std_mean(values)))
+
+
 # -------------------------------------------------------------------- two sides, paired by blocks
 
 

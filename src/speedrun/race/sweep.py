@@ -23,12 +23,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 from speedrun.errors import UserError, nearest
 from speedrun.files import DELETE, explained, from_json, read_json, read_lines, write_atomic, write_json
+from speedrun.options import unset
 from speedrun.race.children import Children, arithmetic_for, kept_dtype, last_words
 from speedrun.recipes import DEFAULT, get_recipe
 from speedrun.tracks import get_track, own_track
@@ -45,15 +45,15 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sweep:
-    vary: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FIELD=VALUES ...", help_behavior_hint="")] = ()
+    vary: Annotated[tuple[str, ...], unset("FIELD=VALUES ...")] = ()
     """FIELD=a,b,c or FIELD=low..high or FIELD=low..high:log; `speedrun recipes show NAME` lists the fields."""
     recipe: str = DEFAULT
     """Where the search starts: the first candidate is the recipe as it is."""
     track: str = "pocket"
     """On which track. With --data: at the size of which track."""
-    data: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")] = None
+    data: Annotated[Path | None, unset("PATH")] = None
     """A folder made by `speedrun data encode`, instead of a track's tokens."""
-    fix: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FIELD=VALUE ...", help_behavior_hint="")] = ()
+    fix: Annotated[tuple[str, ...], unset("FIELD=VALUE ...")] = ()
     """FIELD=value, changed in every candidate."""
     method: Literal["coordinate", "halving", "random", "grid"] = "coordinate"
     """coordinate: one field at a time, keeping the best; grid: all combinations (a range is five values for both);
@@ -68,7 +68,7 @@ class Sweep:
     """Coordinate: times through all fields, unless nothing improves any more."""
     seeds: tuple[int, ...] = (0,)
     """Seeds of each candidate; their mean loss counts."""
-    clock: Annotated[float | None, tyro.conf.arg(metavar="SECONDS", help_behavior_hint="")] = None
+    clock: Annotated[float | None, unset("SECONDS")] = None
     """Training time of each candidate: steps follow from a short timing of it; default: the recipe's steps."""
     budget: float = 60.0
     """Minutes; no trial is started after that. Time spent before a restart counts."""
@@ -78,7 +78,7 @@ class Sweep:
     """Where rows.jsonl is kept; the same folder continues."""
     nproc: int = 1
     """Processes of each trial, on this machine."""
-    threads: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
+    threads: Annotated[int | None, unset("INT")] = None
     """CPU threads of each process; default: all usable cores, shared by the processes."""
     dtype: str = "auto"
     """auto, float32 or bfloat16: the arithmetic of matmuls, the same in all trials."""

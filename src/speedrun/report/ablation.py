@@ -8,7 +8,7 @@ import math
 from speedrun.race.ablate import SHORTER, Line
 from speedrun.race.statistics import Effect
 from speedrun.report import draw
-from speedrun.report.draw import COLORS, FAINT, INK, dot, picture, text
+from speedrun.report.draw import COLORS, FAINT, INK, Frame, dot, picture, text
 
 WIDTH, LEFT, RIGHT, TOP, ROW = 760, 150, 170, 76, 24
 LOSS, TIME = WIDTH - 104, WIDTH - 8  # where the columns end
@@ -28,24 +28,20 @@ def ablation_svg(title: str, lines: list[Line]) -> str:
     shown = [line for line in lines if line.loss is not None]
     height = TOP + ROW * len(shown) + 40
     low, high = bounds([line.loss for line in shown if line.loss])
-    span = (high - low) or 1.0
+    frame = Frame(LEFT, TOP - 8, WIDTH - LEFT - RIGHT, height - TOP - 24, (low, high), (0, 1))
 
     def x(loss: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * (min(max(loss, low), high) - low) / span
+        return frame.at(loss, 0)[0]
 
     parts = [
+        *frame.axes("", "", x={end: f"{end:+.3f}" for end in (low, high)} | {0.0: "0"}, y={}, tall=True),
+        draw.line(x(0), TOP - 8, x(0), height - 32, color=INK),
         text(16, 22, title, size=14),
         text(16, 40, "loss at equal tokens when it is turned off, 95 % intervals; right of the line the switch helps;"),
         text(16, 54, "coloured where p < 0.05 after Holm's correction; time is that to the same loss"),
         text(LOSS, TOP - 14, "loss", anchor="end"),
         text(TIME, TOP - 14, "time", anchor="end"),
     ]
-    for end in (low, high):
-        parts.append(draw.line(x(end), TOP - 8, x(end), height - 32))
-        if end:
-            parts.append(text(x(end), height - 16, f"{end:+.3f}", anchor="middle"))
-    parts.append(draw.line(x(0), TOP - 8, x(0), height - 32, color=INK))
-    parts.append(text(x(0), height - 16, "0", anchor="middle"))
     for k, line in enumerate(shown):
         assert line.loss is not None
         y = TOP + ROW * k + 6

@@ -5,7 +5,7 @@ it is dark where the page is dark.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import dropwhile
 from xml.sax.saxutils import escape, quoteattr
@@ -105,18 +105,25 @@ class Frame:
             self.top + self.height * (1 - _share(y, *self.y)),
         )
 
-    def axes(self, x_name: str, y_name: str) -> list[str]:
+    def axes(
+        self,
+        x_name: str,
+        y_name: str,
+        *,
+        x: Mapping[float, str] | None = None,
+        y: Mapping[float, str] | None = None,
+        tall: bool = False,
+    ) -> list[str]:
+        """`x` and `y` are what stands at which value; default: round numbers. `tall`: those of x cross the frame."""
         bottom, right = self.top + self.height, self.left + self.width
         parts = [text(self.left, self.top - 8, y_name, color=FAINT), text(right, bottom + 30, x_name, anchor="end")]
-        for value in ticks(*self.y):
-            _, y = self.at(self.x[0], value)
-            parts += [line(self.left, y, right, y), text(self.left - 6, y + 4, short(value), anchor="end", color=FAINT)]
-        for value in ticks(*self.x):
-            x, _ = self.at(value, self.y[0])
-            parts += [
-                line(x, bottom, x, bottom + 4),
-                text(x, bottom + 16, short(value), anchor="middle", color=FAINT),
-            ]
+        for value, words in ({v: short(v) for v in ticks(*self.y)} if y is None else y).items():
+            _, at = self.at(self.x[0], value)
+            parts += [line(self.left, at, right, at), text(self.left - 6, at + 4, words, anchor="end", color=FAINT)]
+        for value, words in ({v: short(v) for v in ticks(*self.x)} if x is None else x).items():
+            at, _ = self.at(value, self.y[0])
+            parts.append(line(at, self.top if tall else bottom, at, bottom + 4))
+            parts.append(text(at, bottom + 16, words, anchor="middle", color=FAINT))
         return parts
 
     def level(self, y: float, words: str) -> list[str]:

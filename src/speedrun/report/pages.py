@@ -1,6 +1,7 @@
-"""The report: one HTML page of a run, a race, a record, an ablation or all records.
+"""The report: one HTML page of a run or several, a race, a record, an ablation or all records.
 
 speedrun report runs/NAME
+speedrun report runs/ONE runs/OTHER
 speedrun report races/NAME --out verdict.html
 speedrun report records
 """
@@ -15,14 +16,15 @@ import tyro
 
 from speedrun.errors import UserError
 from speedrun.files import read_json, write_atomic
+from speedrun.options import unset
 from speedrun.race import ablate, records
 from speedrun.race.evidence import MANIFEST
 from speedrun.race.plan import PLAN
 from speedrun.race.sweep import ROWS, read_rows
 from speedrun.report import page
 from speedrun.report.ablation import ablation_svg
-from speedrun.report.compare import Curve
-from speedrun.report.draw import COLORS
+from speedrun.report.curves import Curve, read_curves, table
+from speedrun.report.draw import COLORS, DASHES
 from speedrun.report.page import BAD, GOOD, OPEN, Lead, Rows, Section, finish
 from speedrun.report.race_page import race_page
 from speedrun.report.records import records_svg
@@ -34,24 +36,30 @@ Say = Callable[[str], Any]
 
 @dataclass(frozen=True)
 class Report:
-    folder: Annotated[Path, tyro.conf.Positional]
-    """A run, race, record or ablation, or the folder of all records."""
-    out: Annotated[Path | None, tyro.conf.arg(metavar="FILE.html", help_behavior_hint="")] = None
-    """Where the page goes; default: beside the folder, with its name and .html."""
+    folders: Annotated[tuple[Path, ...], tyro.conf.Positional, unset("PATH ...")]
+    """A run, race, record or ablation, or the folder of all records; or several runs, beside each other on one page."""
+    out: Annotated[Path | None, unset("FILE.html")] = None
+    """Where the page goes; default: beside the first folder, with its name and .html."""
 
 
 def run(given: Report, say: Say) -> int:
-    html = page_of(given.folder)
-    out = given.out or given.folder.resolve().parent / f"{given.folder.resolve().name}.html"
-    if given.folder.resolve() in out.resolve().parents and (given.folder / MANIFEST).exists():
+    if not given.folders:
+        raise UserError("No folder was named; `speedrun report runs/NAME` makes a run's page.")
+    html = page_of(*given.folders)
+    first, *others = (folder.resolve() for folder in given.folders)
+    more = f"+{others[0].name if len(others) == 1 else len(others)}" if others else ""
+    out = given.out or first.parent / f"{first.name}{more}.html"
+    if first in out.resolve().parents and (first / MANIFEST).exists():
         raise UserError(f"{out} lies inside the race, whose files are all listed; put the page elsewhere with --out.")
     write_atomic(out, html)
     say(f"written to {out} ({len(html) / 1e6:.1f} MB)")
     return 0
 
 
-def page_of(folder: Path) -> str:
-    """The page of whatever this folder is."""
+def page_of(folder: Path, *others: Path) -> str:
+    """The page of whatever this folder is, or of several runs."""
+    if others:
+        return runs_page((folder, *others))
     if not folder.is_dir():
         raise UserError(f"There is no folder {folder}. Check the name.")
     kinds: tuple[tuple[str, Callable[[Path], str]], ...] = (
@@ -93,6 +101,28 @@ def run_page(folder: Path) -> str:
             machine(shown, [metrics], names),
             settings({recipe.name: recipe}),
             about_run(about, result),
+        ],
+    )
+
+
+def runs_page(folders: tuple[Path, ...]) -> str:
+    curves = read_curves(folders)
+    looks = [(COLORS[k % len(COLORS)], DASHES[k // len(COLORS) % len(DASHES)]) for k in range(len(curves))]
+    shown = [Shown(curve, *look) for curve, look in zip(curves, looks, strict=True)]
+    names = [(s.curve.name, s.color, s.dash) for s in shown]
+    recipes = [read_run(folder).recipe for folder in folders]
+    rows = table(curves)
+    measured = [(curve.val[-1][3], curve.name) for curve in curves if curve.val]
+    lead = "The lowest last validation loss: {:.4f} of {}.".format(*min(measured)) if measured else "No losses yet."
+    return finish(
+        f"{len(curves)} runs on the {curves[0].track} track",
+        Lead(f"{len(curves)} runs", lead),
+        [
+            Section("runs", "Runs", [page.table(rows, "in the order they were named")], rows),
+            losses(shown, names, "Lines are training losses, smoothed; points are validation losses."),
+            schedules(recipes),
+            machine(shown, [read_metrics(folder) for folder in folders], names),
+            settings({curve.name: recipe for curve, recipe in zip(curves, recipes, strict=True)}),
         ],
     )
 

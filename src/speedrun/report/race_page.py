@@ -10,11 +10,10 @@ from speedrun.race.evidence import MANIFEST, RUNS, Finding, examine
 from speedrun.race.plan import Plan
 from speedrun.race.verdict import Row, read_row
 from speedrun.report import page
-from speedrun.report.compare import Curve
+from speedrun.report.curves import Curve
 from speedrun.report.draw import COLORS, DASHES, Series, chart
 from speedrun.report.page import BAD, GOOD, OPEN, Lead, Rows, Section, finish
 from speedrun.report.sections import Name, Shown, facts, losses, machine, schedules, settings, strips
-from speedrun.train.config import Recipe
 from speedrun.train.runlog import RESULT, read_metrics
 
 MOODS = {"valid": GOOD, "faster": GOOD, "failed": BAD, "slower": BAD, "inconclusive": OPEN}
@@ -38,7 +37,7 @@ def race_page(folder: Path) -> str:
         losses(shown, names, "All runs. Lines are training losses, smoothed; points are validation losses."),
         final_losses(found.plan, found.rows),
         paired_times(found.plan, found.rows, verdict),
-        schedules(distinct(found.plan)),
+        schedules(found.plan.recipes.values()),
         machine(shown, metrics, names),
         settings({found.plan.labels[side]: recipe for side, recipe in found.plan.recipes.items()}),
         plan_section(found.plan),
@@ -60,7 +59,9 @@ def unfinished_race_page(folder: Path) -> str:
     sections = (
         [runs_section(rows), losses(shown, names, "The runs so far."), machine(shown, metrics, names)] if rows else []
     )
-    return finish(f"Race {folder.resolve().name}", lead, [*sections, schedules(distinct(plan)), plan_section(plan)])
+    return finish(
+        f"Race {folder.resolve().name}", lead, [*sections, schedules(plan.recipes.values()), plan_section(plan)]
+    )
 
 
 def side_look(side: str) -> tuple[str, str]:
@@ -69,12 +70,6 @@ def side_look(side: str) -> tuple[str, str]:
 
 def side_names(plan: Plan) -> list[Name]:
     return [(plan.labels[side], *side_look(side)) for side in plan.recipes]
-
-
-def distinct(plan: Plan) -> list[Recipe]:
-    """A race of a recipe against itself shows its schedules once."""
-    first, *rest = plan.recipes.values()
-    return [first, *(recipe for recipe in rest if recipe.schedule != first.schedule)]
 
 
 def raced_curves(folder: Path, rows: list[Row]) -> tuple[list[Shown], list[list[dict[str, Any]]]]:

@@ -3,41 +3,27 @@
 speedrun records --plot records.svg
 """
 
-from datetime import date
-
 from speedrun.race.records import Record
-from speedrun.report.draw import COLORS, INK, dot, line, picture, text
+from speedrun.report.draw import COLORS, INK, Frame, Series, dot, picture, text
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 340, 70, 150, 50, 46
 
 
 def records_svg(track: str, records: list[Record]) -> str:
     """A step down for every record; each point carries its name."""
-    days = [r.date.toordinal() for r in records]
-    first, last = min(days), max(days)
-    highest = max(r.official for r in records)
-
-    def x(day: int) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * ((day - first) / (last - first) if last > first else 0.5)
-
-    def y(seconds: float) -> float:
-        return TOP + (HEIGHT - TOP - BOTTOM) * (1 - seconds / highest)
-
-    title = f"Official time of the records on the {track} track, seconds"
-    parts = [text(LEFT, 24, title, size=14)]
-    for seconds in (0.0, highest / 2, highest):
-        parts.append(line(LEFT, y(seconds), WIDTH - RIGHT, y(seconds)))
-        parts.append(text(LEFT - 6, y(seconds) + 4, f"{seconds:.0f}", anchor="end"))
-    for day in sorted({first, last}):
-        parts.append(text(x(day), HEIGHT - BOTTOM + 18, date.fromordinal(day).isoformat(), anchor="middle"))
     # The slower a record, the earlier it was made: records of one day follow each other, too.
-    points = sorted(zip(days, records, strict=True), key=lambda pair: (pair[0], -pair[1].official))
-    path = ""
-    for day, record in points:
-        path += f"{'H' if path else 'M'}{x(day):.1f}{'V' if path else ' '}{y(record.official):.1f}"
-    parts.append(f'<path d="{path}" fill="none" stroke="{COLORS[1]}" stroke-width="1.6"/>')
-    for day, record in points:
-        parts.append(dot(x(day), y(record.official), INK, radius=4))
-        parts.append(text(x(day) + 8, y(record.official) - 6, f"{record.name}: {record.official:.1f}"))
-    told = ", ".join(f"{record.name} {record.official:.1f} on {record.date}" for _, record in points)
+    records = sorted(records, key=lambda r: (r.date, -r.official))
+    points = [(float(r.date.toordinal()), r.official) for r in records]
+    title = f"Official time of the records on the {track} track, seconds"
+    first, last, highest = points[0][0], points[-1][0], max(time for _, time in points)
+    frame = Frame(LEFT, TOP, WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM, (first, last), (0, highest))
+    dates = {first: records[0].date.isoformat(), last: records[-1].date.isoformat()}
+    parts = frame.axes("", "", x=dates, y={s: f"{s:.0f}" for s in (0.0, highest / 2, highest)})
+    parts.append(text(LEFT, 24, title, size=14))
+    steps = [(day, time) for k, (day, _) in enumerate(points) for _, time in points[max(0, k - 1) : k + 1]]
+    parts += frame.draw(Series(title, COLORS[1], steps))
+    for record, point in zip(records, points, strict=True):
+        x, y = frame.at(*point)
+        parts += [dot(x, y, INK, radius=4), text(x + 8, y - 6, f"{record.name}: {record.official:.1f}")]
+    told = ", ".join(f"{record.name} {record.official:.1f} on {record.date}" for record in records)
     return picture(WIDTH, HEIGHT, parts, f"{title}: {told}.")

@@ -7,12 +7,11 @@ One panel per quantity that changes, all over the same steps.
 
 from collections.abc import Callable, Sequence
 
-from speedrun.report import draw
-from speedrun.report.draw import COLORS, FAINT, picture, text
+from speedrun.report.draw import COLORS, Frame, Series, picture, text
 from speedrun.train.config import Recipe
 from speedrun.train.schedule import Stage
 
-WIDTH, PANEL, LEFT, RIGHT, TOP, GAP = 760, 96, 86, 20, 44, 34
+WIDTH, PANEL, LEFT, RIGHT, TOP, GAP = 760, 96, 86, 20, 44, 38
 
 Lines = Sequence[tuple[str, Sequence[float | None]]]  # a name and one value per step; None: nothing to draw
 
@@ -75,38 +74,25 @@ def panel(title: str, lines: Lines, top: int, total: int, scheduled: int) -> lis
         low = min(values) - 0.01
     high = high if high > low else low + 1.0
 
-    def x(step: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * step / max(1, total - 1)
-
-    def y(value: float) -> float:
-        return top + PANEL - PANEL * (value - low) / (high - low)
-
-    parts = [text(LEFT, top - 6, title)]
-    for value in (low, high):
-        parts.append(draw.line(LEFT, y(value), WIDTH - RIGHT, y(value)))
-        parts.append(text(LEFT - 6, y(value) + 4, f"{value:g}", anchor="end"))
-    room = 60 * total / (WIDTH - LEFT - RIGHT)  # steps that a label covers
-    for step in (0, total - 1) if total - scheduled < room else (0, scheduled, total - 1):
-        parts.append(text(x(step), top + PANEL + 13, f"{step:,}", anchor="middle", color=FAINT))
+    frame = Frame(LEFT, top, WIDTH - LEFT - RIGHT, PANEL, (0, max(1, total - 1)), (low, high))
+    room = 60 * total / frame.width  # steps that a label covers
+    steps = (0, total - 1) if total - scheduled < room else (0, scheduled, total - 1)
+    parts = frame.axes("", title, x={s: f"{s:,}" for s in steps}, y={v: f"{v:g}" for v in (low, high)})
     for k, (name, line) in enumerate(lines):
         color = COLORS[k % len(COLORS)]
-        parts.append(f'<path d="{steps_path(line, x, y)}" fill="none" stroke="{color}" stroke-width="1.6"/>')
+        for points in pieces(line):
+            parts += frame.draw(Series(name, color, points))
         if name:
             parts.append(text(WIDTH - RIGHT - 76 * (len(lines) - k) + 10, top - 6, name, color=color))
     return parts
 
 
-def steps_path(line: Sequence[float | None], x: Callable[[float], float], y: Callable[[float], float]) -> str:
-    """Straight between steps; a value that stays is one segment, whatever the number of steps."""
-    commands: list[str] = []
-    pen = False
+def pieces(line: Sequence[float | None]) -> list[list[tuple[float, float]]]:
+    """What is drawn without lifting the pen; a value that stays is one segment, whatever the number of steps."""
+    found: list[list[tuple[float, float]]] = [[]]
     for step, value in enumerate(line):
         if value is None:
-            pen = False
-            continue
-        inside = 0 < step < len(line) - 1
-        if pen and inside and line[step - 1] == value == line[step + 1]:
-            continue
-        commands.append(f"{'L' if pen else 'M'}{x(step):.1f} {y(value):.1f}")
-        pen = True
-    return " ".join(commands)
+            found.append([])
+        elif not (0 < step < len(line) - 1 and line[step - 1] == value == line[step + 1]):
+            found[-1].append((step, value))
+    return [points for points in found if points]

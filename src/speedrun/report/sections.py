@@ -2,14 +2,14 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from speedrun.race.statistics import effect
 from speedrun.report import draw, page
-from speedrun.report.compare import AXES, SECONDS, Curve, loss_range, series_of
+from speedrun.report.curves import AXES, SECONDS, Curve, loss_range, series_of
 from speedrun.report.draw import INK, Frame, Series, chart, dot, line, picture, text
 from speedrun.report.page import Rows, Section
 from speedrun.report.schedules import schedule_svg
@@ -17,6 +17,7 @@ from speedrun.report.timeline import timeline_svg
 from speedrun.report.traces import median_step
 from speedrun.train import trace
 from speedrun.train.config import Recipe, differences, fields_of
+from speedrun.train.schedule import ScheduleConfig
 
 Name = tuple[str, str, str]
 """What a curve is called, its colour and its dashes."""
@@ -131,14 +132,18 @@ def value_of(reading: dict[str, Any], field: str) -> Any:
     return value if type(value) in (int, float) and math.isfinite(value) else ""
 
 
-def schedules(recipes: Sequence[Recipe]) -> Section:
-    data: list[tuple[Any, ...]] = [("recipe", "step", "lr", "tokens", "long window", "short window", "momentum")]
+def schedules(recipes: Iterable[Recipe]) -> Section:
+    """Those of each recipe; recipes with the same ones show them once."""
+    different: dict[ScheduleConfig, Recipe] = {}
     for recipe in recipes:
+        different.setdefault(recipe.schedule, recipe)
+    data: list[tuple[Any, ...]] = [("recipe", "step", "lr", "tokens", "long window", "short window", "momentum")]
+    for recipe in different.values():
         for step in range(recipe.schedule.total):
             at = recipe.schedule.at(step)
             windows = (at.windows.long, at.windows.short) if at.windows else ("", "")
             data.append((recipe.name, step, at.lr, at.tokens, *windows, "" if at.momentum is None else at.momentum))
-    drawn = [page.wide(schedule_svg(recipe), f"schedules of {recipe.name}") for recipe in recipes]
+    drawn = [page.wide(schedule_svg(recipe), f"schedules of {recipe.name}") for recipe in different.values()]
     return Section("schedules", "Schedules", drawn, data)
 
 
@@ -201,17 +206,10 @@ def strips(
     width, row, top, left = 380, 62, 26, 14
     height = top + row * len(groups) + 40
     frame = Frame(left, top, width - 2 * left, height - top - 40, (low - room, high + room), (0, 1))
-    parts = [text(width - left, height - 10, x_name, anchor="end")]
-    bottom = frame.top + frame.height
-    for value in draw.ticks(*frame.x):
-        x, _ = frame.at(value, 0)
-        parts += [line(x, top, x, bottom), text(x, bottom + 16, draw.short(value), anchor="middle", color=draw.FAINT)]
+    parts = frame.axes(x_name, "", y={}, tall=True)
     if target is not None:
-        x, _ = frame.at(target, 0)
-        parts += [
-            line(x, top, x, bottom, color=INK, dash="4 3"),
-            text(x, top - 8, f"target {target:g}", anchor="middle"),
-        ]
+        (x, bottom), words = frame.at(target, 0), f"target {target:g}"
+        parts += [line(x, top, x, bottom, color=INK, dash="4 3"), text(x, top - 8, words, anchor="middle")]
     for k, (name, color, dash, values) in enumerate(groups):
         y = top + row * k + 34
         mean, lower, upper = interval(values)

@@ -18,7 +18,9 @@ import tyro
 
 from speedrun.errors import UserError, nearest
 from speedrun.files import explained
-from speedrun.report.compare import tokens_by_step
+from speedrun.options import unset
+from speedrun.report.curves import tokens_by_step
+from speedrun.templates import markdown
 from speedrun.train.config import fields_of
 from speedrun.train.runlog import RESULT, RunInfo, plain, read_metrics, read_result, read_run
 
@@ -35,7 +37,7 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class Send:
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...")]
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, unset("RUN ...")]
     """Run folders."""
     to: str
     """tensorboard, wandb or trackio."""
@@ -69,8 +71,8 @@ class Tensorboard:
             folder.mkdir(parents=True)
         self.writer = load("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder))
         self.began = about.started.timestamp()
-        rows = "\n".join(f"| {k} | {v} |" for k, v in config_of(about).items())
-        self.writer.add_text("recipe", f"| field | value |\n|---|---|\n{rows}", walltime=self.began)
+        fields = markdown([("field", "value"), *((k, str(v)) for k, v in config_of(about).items())])
+        self.writer.add_text("recipe", fields, walltime=self.began)
 
     def log(self, step: int, values: Values, seconds: float) -> None:
         for name, value in values.items():
@@ -82,38 +84,29 @@ class Tensorboard:
 
 
 class Wandb:
-    """`WANDB_MODE=offline` keeps it on this machine, as wandb itself documents."""
+    """wandb, or trackio, which has its interface. `WANDB_MODE=offline` keeps it on this machine, as wandb documents."""
 
     def __init__(self, given: Send, name: str, about: RunInfo) -> None:
-        module = load("wandb", "wandb")
-        with explained(given.out):
-            given.out.mkdir(parents=True, exist_ok=True)
-        self.run = module.init(project=given.project, name=name, config=config_of(about), dir=str(given.out))
+        self.module = load(given.to, given.to)
+        where = {}
+        if given.to == "wandb":
+            with explained(given.out):
+                given.out.mkdir(parents=True, exist_ok=True)
+            where = {"dir": str(given.out)}
+        self.run = self.module.init(project=given.project, name=name, config=config_of(about), **where)
 
     def log(self, step: int, values: Values, seconds: float) -> None:
         self.run.log({**values, "seconds": seconds}, step=step)
 
     def finish(self, summary: dict[str, Any]) -> None:
-        self.run.summary.update(summary)
-        self.run.finish()
-
-
-class Trackio:
-    def __init__(self, given: Send, name: str, about: RunInfo) -> None:
-        self.module = load("trackio", "trackio")
-        self.module.init(project=given.project, name=name, config=config_of(about))
-
-    def log(self, step: int, values: Values, seconds: float) -> None:
-        self.module.log({**values, "seconds": seconds}, step=step)
-
-    def finish(self, summary: dict[str, Any]) -> None:
+        getattr(self.run, "summary", {}).update(summary)  # trackio has none
         self.module.finish()
 
 
 TRACKERS: dict[str, Callable[[Send, str, RunInfo], Tracker]] = {
     "tensorboard": Tensorboard,
     "wandb": Wandb,
-    "trackio": Trackio,
+    "trackio": Wandb,
 }
 
 

@@ -4,15 +4,12 @@ The components own their configs; this joins them. Recipes live in `speedrun.rec
 in `run.json`. A field that comes later needs a default that means "as it was before": stored recipes lack it.
 """
 
-import ast
 import dataclasses
-import inspect
-import itertools
-import textwrap
 import typing
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+from docstring_parser import parse_from_object
 from msgspec import Meta
 
 from speedrun.checks import AboveZero, Count, Positive, check_fields
@@ -175,17 +172,13 @@ def fields_of(config: Any, prefix: str = "") -> dict[str, Any]:
 
 def meanings(kind: type, prefix: str = "") -> dict[str, str]:
     """{'model.layers': 'Transformer blocks.', ...}: the string below each field of a config class, from its source."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
-    assert isinstance(body, ast.ClassDef)
     hints = typing.get_type_hints(kind)
     found: dict[str, str] = {}
-    for field_, text in itertools.pairwise(body.body):
-        if isinstance(field_, ast.AnnAssign) and isinstance(field_.target, ast.Name) and isinstance(text, ast.Expr):
-            name = field_.target.id
-            if dataclasses.is_dataclass(hints[name]):
-                found |= meanings(typing.cast(type, hints[name]), f"{prefix}{name}.")
-            elif isinstance(text.value, ast.Constant):
-                found[prefix + name] = str(text.value.value)
+    for field_ in parse_from_object(kind).params:
+        if dataclasses.is_dataclass(hints[field_.arg_name]):
+            found |= meanings(typing.cast(type, hints[field_.arg_name]), f"{prefix}{field_.arg_name}.")
+        else:
+            found[prefix + field_.arg_name] = field_.description or ""
     return found
 
 

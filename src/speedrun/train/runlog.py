@@ -495,16 +495,16 @@ def _git(*arguments: str) -> str | None:
 
 def _fill(folder: Path, run: dict[str, Any]) -> None:
     """The source, its hash, and run.json last: a folder with a run.json is complete."""
-    for file in _PACKAGE.rglob("*.py"):
-        target = folder / SOURCE / file.relative_to(_PACKAGE.parent)
+    for name, content in modules():
+        target = folder / SOURCE / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, target)
+        target.write_bytes(content)
     run["source_sha256"] = source_sha256(folder / SOURCE / _PACKAGE.name)
     write_json(folder / RUN, run)
 
 
 def source_sha256(package: Path = _PACKAGE) -> str:
-    """One hash for all modules of the package, of a copy of it, or of one in a zip file."""
+    """One hash for all modules and templates of the package, of a copy of it, or of one in a zip file."""
     digest = hashlib.sha256()
     for name, content in modules(package):
         digest.update(f"{name}\0".encode() + content)
@@ -512,12 +512,13 @@ def source_sha256(package: Path = _PACKAGE) -> str:
 
 
 def modules(package: Path = _PACKAGE) -> list[tuple[str, bytes]]:
-    """Path and content of every module, as `speedrun/...`."""
+    """Path and content of every module and template, as `speedrun/...`."""
     if package.suffix == ".zip":
         with zipfile.ZipFile(package) as archive:
             found = [(name, archive.read(name)) for name in archive.namelist()]
     else:
-        found = [(file.relative_to(package.parent).as_posix(), file.read_bytes()) for file in package.rglob("*.py")]
+        files = (file for file in package.rglob("*") if file.suffix in (".py", ".html", ".css", ".md"))
+        found = [(file.relative_to(package.parent).as_posix(), file.read_bytes()) for file in files]
     return sorted(found, key=lambda one: PurePosixPath(one[0]))
 
 

@@ -1,37 +1,17 @@
-"""Several runs beside each other: loss by step, by token and by second.
+"""The losses of a run by step, by token and by second; several runs beside each other."""
 
-speedrun compare runs/ONE runs/OTHER --plot curves.svg --csv curves.csv
-"""
-
-import csv
-import io
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from speedrun.errors import UserError
 from speedrun.files import DELETE
-from speedrun.options import unset
-from speedrun.report.draw import COLORS, Frame, Series, picture, text
+from speedrun.report.draw import Series
 from speedrun.train.runlog import RESULT, RunInfo, read_metrics, read_result, read_run
 from speedrun.train.schedule import ScheduleConfig
 
-WIDTH, PANEL, LEFT, RIGHT, TOP, GAP = 760, 190, 60, 20, 40, 50
 POINTS = 80  # of a curve in a picture: more would show the noise of single batches
-
-
-@dataclass(frozen=True)
-class Compare:
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, unset("RUN ...")]
-    """Run folders, at least two."""
-    plot: Annotated[Path | None, unset("FILE.svg")] = None
-    """Draw the curves into this file."""
-    csv: Annotated[Path | None, unset("FILE.csv")] = None
-    """Write every measured loss into this file: run, kind, step, tokens, seconds, loss."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +66,9 @@ def tokens_by_step(schedule: ScheduleConfig, last: int) -> list[int]:
 
 
 def read_curves(folders: tuple[Path, ...]) -> list[Curve]:
-    if len(folders) < 2:
-        raise UserError(f"{len(folders)} run folders were named; comparing needs at least 2.")
     curves = [Curve.read(folder) for folder in folders]
+    if len({curve.name for curve in curves}) < len(curves):  # such as 001-A of two races
+        curves = [replace(curve, name=str(folder)) for curve, folder in zip(curves, folders, strict=True)]
     tracks = sorted({curve.track for curve in curves})
     if len(tracks) > 1:
         raise UserError(f"Runs of different tracks cannot be compared: {', '.join(tracks)}; leave some out.")
@@ -109,16 +89,6 @@ def table(curves: list[Curve]) -> list[tuple[str, ...]]:
     return rows
 
 
-def as_csv(curves: list[Curve]) -> str:
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(("run", "kind", "step", "tokens", "seconds", "loss"))
-    for curve in curves:
-        for kind, points in (("train", curve.train), ("val", curve.val)):
-            writer.writerows((curve.name, kind, *point) for point in points)
-    return out.getvalue()
-
-
 SECONDS = "seconds on the clock"
 AXES = (("steps", 0), ("tokens", 1), (SECONDS, 2))
 
@@ -135,29 +105,6 @@ def series_of(curve: Curve, column: int, color: str, dash: str = "") -> Series:
     drawn = [(p[column], p[3]) for p in smooth(curve.train) if math.isfinite(p[3])]
     marks = [(p[column], p[3]) for p in curve.val if math.isfinite(p[3])]
     return Series(curve.name, color, drawn, marks, dash=dash, hollow=bool(dash), opacity=0.55)
-
-
-def curves_svg(curves: Sequence[Curve]) -> str:
-    """Three panels: by step, token and second."""
-    height = TOP + len(AXES) * (PANEL + GAP) + 18 * len(curves)
-    title = "Loss: lines for training (smoothed), points for validation"
-    parts = [text(LEFT, 22, title, size=14)]
-    low, high = loss_range(curves)
-    for number, (name, column) in enumerate(AXES):
-        longest = max(p[column] for c in curves for p in (*c.train, *c.val)) or 1
-        wide = WIDTH - LEFT - RIGHT
-        frame = Frame(LEFT, TOP + number * (PANEL + GAP), wide, PANEL, (0, longest), (low, high))
-        parts += frame.axes(name, "")
-        for k, curve in enumerate(curves):
-            parts += frame.draw(series_of(curve, column, COLORS[k % len(COLORS)]))
-        target = curves[0].target
-        if target is not None and low < target < high:
-            parts += frame.level(target, f"target {target:g}")
-    for k, curve in enumerate(curves):
-        row = TOP + len(AXES) * (PANEL + GAP) + 18 * k
-        parts.append(f'<rect x="{LEFT}" y="{row - 9}" width="12" height="10" fill="{COLORS[k % len(COLORS)]}"/>')
-        parts.append(text(LEFT + 18, row, curve.name))
-    return picture(WIDTH, height, parts, f"{title}, of {', '.join(c.name for c in curves)}.")
 
 
 def smooth(points: list[tuple[int, int, float, float]]) -> list[tuple[int, int, float, float]]:
