@@ -6,7 +6,7 @@ masters; `_write` puts them back.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -18,6 +18,8 @@ from speedrun.optim.exact_bf16 import checksum, join, split
 from speedrun.optim.sharded import is_sharded, largest, local_of, meshes_of, placed_as, refuse_state
 
 Group = dict[str, Any]
+States = dict[str, dict[str, Any]]
+"""What optimizers know of each parameter, by its name: the form in which checkpoints store it."""
 Loss = TypeVar("Loss")
 
 
@@ -283,6 +285,14 @@ class SpeedrunOptimizer(Optimizer):
         self._unproven.clear()
         self._flag = None
 
+    def gathered(self) -> States:
+        """The state of each parameter that has one, by name; see `by_name`."""
+        return by_name(self.param_groups, self.state)
+
+    def scatter(self, states: States) -> None:
+        """Take a state as `gathered` gives it."""
+        put_back(self.param_groups, self.state, states)
+
     def _checksums(self) -> dict[Tensor, int]:
         """For each exact weight the checksum that its remainder belongs to, after dropping stale remainders."""
         sums = {}
@@ -331,13 +341,8 @@ class SpeedrunOptimizer(Optimizer):
                 position += 1
                 if saved is None:
                     continue
-                self.state[p] = {
-                    key: value.to(p.device if value.ndim else value.device, copy=True)
-                    if torch.is_tensor(value)
-                    else value
-                    for key, value in saved.items()
-                    if key != "checksum"
-                }
+                self.state[p] = copied(saved, p.device)
+                self.state[p].pop("checksum", None)
                 if "remainder" in saved:
                     self._unproven[p] = saved["checksum"]
 
@@ -457,6 +462,33 @@ def named(group: Group, number: int) -> Iterator[tuple[str, Tensor]]:
     names: Sequence[str] | None = group.get("param_names")
     for index, p in enumerate(group["params"]):
         yield (names[index] if names else f"parameter {index} of group {number} {tuple(p.shape)}"), p
+
+
+def by_name(groups: list[Group], states: Mapping[Tensor, Any]) -> States:
+    """The state of each parameter that has one, by the parameter's name, in whatever group it is."""
+    return {
+        name: dict(states[p])
+        for number, group in enumerate(groups)
+        for name, p in named(group, number)
+        if states.get(p)
+    }
+
+
+def put_back(groups: list[Group], states: MutableMapping[Tensor, Any], saved: States) -> None:
+    """Make a copy of what `by_name` gave the state of the parameters; the order of groups does not matter."""
+    for number, group in enumerate(groups):
+        for name, p in named(group, number):
+            states.pop(p, None)
+            if saved.get(name):
+                states[p] = copied(saved[name], p.device)
+
+
+def copied(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """A state with tensors of its own. Steps are counted on the CPU, the rest is where the parameter is."""
+    return {
+        key: value.to("cpu" if key == "step" else device, copy=True) if torch.is_tensor(value) else value
+        for key, value in state.items()
+    }
 
 
 @torch.no_grad()
