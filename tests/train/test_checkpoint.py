@@ -103,8 +103,8 @@ def test_odd_strides_and_parameters(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in given.items())
 
 
-@pytest.mark.parametrize("state", [{1: 2}, {"a": {"b": {3: 4}}}, {"a": torch.zeros(2)}, {"a": np.int64(3)}])
-def test_state_that_json_would_change_is_refused(tmp_path: Path, state: dict[Any, Any]) -> None:
+@pytest.mark.parametrize("state", [{"a": torch.zeros(2)}, {"a": [np.int64(3)]}, {"a": {"b": {(3, 4)}}}])
+def test_state_that_is_no_json_is_refused(tmp_path: Path, state: dict[Any, Any]) -> None:
     with pytest.raises(TypeError):
         checkpoint.save(tmp_path, 1, {}, state)
     assert list(tmp_path.iterdir()) == []
@@ -123,8 +123,6 @@ def test_old_ones_go_and_keep_counts(tmp_path: Path) -> None:
     assert steps(tmp_path) == ["step-000020", "step-1000000"]
     save(tmp_path, 1_000_001, keep=1)
     assert steps(tmp_path) == ["step-1000001"]
-    with pytest.raises(UserError, match="at least 1"):
-        save(tmp_path, 30, keep=0)
 
 
 def test_later_ones_are_another_continuation(tmp_path: Path) -> None:

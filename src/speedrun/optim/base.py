@@ -247,28 +247,29 @@ class SpeedrunOptimizer(Optimizer):
     @torch.no_grad()
     def master(self, p: Tensor) -> Tensor:
         """The exact value of a parameter, as a new tensor: float32 for an exact bfloat16 weight."""
-        for name, q, group in self._named():
-            if q is p:
-                if self._is_exact(p, group) and "remainder" in self.state.get(p, {}):
-                    self._prove(p, name)
-                    return join(p, self.state[p]["remainder"])
-                return p.detach().clone() if p.itemsize >= 4 else p.detach().float()
-        raise ValueError(f"{type(self).__name__} does not train this parameter of shape {tuple(p.shape)}.")
+        name, group = self._home(p)
+        if self._is_exact(p, group) and "remainder" in self.state.get(p, {}):
+            self._prove(p, name)
+            return join(p, self.state[p]["remainder"])
+        return p.detach().clone() if p.itemsize >= 4 else p.detach().float()
 
     @torch.no_grad()
     def set_master(self, p: Tensor, value: Tensor) -> None:
         """Write a parameter so that `master(p)` gives back `value` exactly, where its dtype allows."""
-        for _, q, group in self._named():
+        _, group = self._home(p)
+        if self._is_exact(p, group):
+            high, low = split(value.to(torch.float32))
+            p.copy_(high)
+            self.state[p]["remainder"] = low
+            self.vouch(p)
+        else:
+            p.copy_(value)
+
+    def _home(self, p: Tensor) -> tuple[str, Group]:
+        """The name of a parameter, and its group."""
+        for name, q, group in self._named():
             if q is p:
-                if self._is_exact(p, group):
-                    high, low = split(value.to(torch.float32))
-                    p.copy_(high)
-                    self.state[p]["remainder"] = low
-                    self._versions[p] = p._version
-                    self._unproven.pop(p, None)
-                else:
-                    p.copy_(value)
-                return
+                return name, group
         raise ValueError(f"{type(self).__name__} does not train this parameter of shape {tuple(p.shape)}.")
 
     def _named(self) -> Iterator[tuple[str, Tensor, Group]]:

@@ -84,11 +84,6 @@ def save(
     Checkpoints of later steps are left alone and not counted: they are another continuation of the same run,
     and `drop_later` is for them.
     """
-    if keep < 1:
-        raise UserError(f"{keep} checkpoints cannot be kept: keep at least 1.")
-    if step < 0:
-        raise ValueError(f"a checkpoint cannot be of step {step}")
-    _require_json(state, "state")
     path = folder / f"step-{step:06d}"
     with explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -135,20 +130,6 @@ def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
             raise
         code = int(number[1])
         raise OSError(code, os.strerror(code), str(path)) from e
-
-
-def _require_json(value: Any, where: str) -> None:
-    """JSON turns other keys into strings without a word, and then a resume would not find them."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise TypeError(f"{where} has the key {key!r}: only strings survive JSON")
-            _require_json(item, f"{where}.{key}")
-    elif isinstance(value, list | tuple):
-        for n, item in enumerate(value):
-            _require_json(item, f"{where}[{n}]")
-    elif not isinstance(value, str | int | float | bool | None):
-        raise TypeError(f"{where} is a {type(value).__name__}: it belongs among the tensors, or must become JSON first")
 
 
 # --- loading --------------------------------------------------------------------------------------
