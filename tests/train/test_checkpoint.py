@@ -562,7 +562,7 @@ def model(seed: int = 0) -> nn.Module:
 def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[Tensor]:
     losses = []
     for step in steps:
-        x = torch.randn(11, 7, generator=torch.Generator().manual_seed(step))
+        x = torch.randn(11, 7, generator=torch.Generator().manual_seed(step)).to(next(module.parameters()).dtype)
         loss = module(x).square().mean()
         optimizer.zero_grad()
         loss.backward()
@@ -604,15 +604,18 @@ def restore(saved: checkpoint.Checkpoint, net: nn.Module, optimizer: Any) -> Non
         optimizer.count = saved.step
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # the latter with remainders
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_an_optimizer_continues_to_the_last_bit(tmp_path: Path, make: Callable[[nn.Module], Any]) -> None:
-    straight = model()
+def test_an_optimizer_continues_to_the_last_bit(
+    tmp_path: Path, make: Callable[[nn.Module], Any], dtype: torch.dtype
+) -> None:
+    straight = model().to(dtype)
     optimizer = make(straight)
     train(straight, optimizer, range(5))  # an odd number: gradients are waiting for Adam's next turn
     saved = through_a_file(tmp_path, straight, optimizer)
     expected = train(straight, optimizer, range(5, 10))
 
-    resumed = model(seed=1)
+    resumed = model(seed=1).to(dtype)
     optimizer = make(resumed)
     train(resumed, optimizer, range(2))  # what it has learned must go again
     restore(saved, resumed, optimizer)

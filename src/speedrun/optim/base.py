@@ -291,8 +291,13 @@ class SpeedrunOptimizer(Optimizer):
         return by_name(self.param_groups, self.state)
 
     def scatter(self, states: States) -> None:
-        """Take a state as `gathered` gives it."""
+        """Take a state as `gathered` gives it; the weights must be those it belongs to."""
         put_back(self.param_groups, self.state, states)
+        self._vouch_for_all()
+
+    def _vouch_for_all(self) -> None:
+        for _, p, _ in self._named():
+            self.vouch(p)
 
     def _checksums(self) -> dict[Tensor, int]:
         """For each exact weight the checksum that its remainder belongs to, after dropping stale remainders."""

@@ -145,8 +145,10 @@ class Combined(Optimizer):
         return by_name(self.param_groups, self.state)
 
     def scatter(self, states: States) -> None:
-        """Take a state as `gathered` gives it."""
+        """Take a state as `gathered` gives it; the weights must be those it belongs to."""
         put_back(self.param_groups, self.state, states)
+        for optimizer in checked_in(self.optimizers):
+            optimizer._vouch_for_all()
 
     def state_dict(self) -> dict[str, Any]:
         """Torch's layout: the groups of all members, parameters numbered through."""
