@@ -214,8 +214,7 @@ def save_and_load(rank: int, size: int, saved: dict[str, Any] | None) -> dict[st
         with torch.no_grad():
             for p, value in zip(net.parameters(), saved["weights"], strict=True):
                 p.copy_(value)
-        names = dict(net.named_parameters())
-        optimizer.scatter({names[name]: state for name, state in saved["state"].items()})
+        optimizer.scatter(saved["state"])
     else:
         for step in range(3):  # an odd number: gradients are waiting for Adam's next turn
             for row in batch(step).tensor_split(size)[rank]:
@@ -223,8 +222,7 @@ def save_and_load(rank: int, size: int, saved: dict[str, Any] | None) -> dict[st
                     backward(net, row[None], 7 * 8)
             optimizer.step()
             optimizer.zero_grad()
-    names_of = {p: name for name, p in net.named_parameters()}
-    state = {names_of[p]: s for p, s in optimizer.gathered().state.items()}  # type: ignore[index]
+    state = optimizer.gathered()
     masters = [optimizer.master(p) for p in net.parameters()]
     return {"weights": digest(net), "state": state, "masters": masters}
 

@@ -56,11 +56,25 @@ def test_snoo_refuses_states_that_are_not_its_own() -> None:
     with pytest.raises(ValueError, match="not made by Snoo"):
         Snoo(inner).load_state_dict(inner.state_dict())
     other = Snoo(torch.optim.SGD(parameters([(3, 3)])))
-    with pytest.raises(ValueError, match="other shapes"):
+    with pytest.raises(ValueError, match=r"`snoo` has no parameter 0 of group 0 \(2, 2\), or one of another shape"):
         Snoo(inner).load_state_dict(other.state_dict())
     two = Snoo(torch.optim.SGD(parameters([(2, 2), (2, 2)])))
-    with pytest.raises(ValueError, match="holds 2 parameters, this model has 1"):
+    with pytest.raises(ValueError, match="`snoo` has no parameter 1 of group 0"):
+        two.load_state_dict(Snoo(inner).state_dict())
+    with pytest.raises(ValueError, match="doesn't match the size"):  # torch's own
         Snoo(inner).load_state_dict(two.state_dict())
+
+
+def test_snoo_finds_its_weights_by_name() -> None:
+    one, two = parameters([(2, 2), (2, 2)])
+    saved = Snoo(Muon([("one", one), ("two", two)]), k=5)
+    give([one, two], 0)
+    saved.step()
+    turned = Snoo(Muon([("two", two), ("one", one)]))
+    turned.load_state_dict(saved.state_dict())
+    assert (turned.k, turned.count) == (5, 1)
+    for p in (one, two):
+        assert all(torch.equal(turned.outer[p][key], saved.outer[p][key]) for key in ("outer", "outer_momentum"))
 
 
 def test_combined_refuses_a_parameter_in_two_optimizers_and_none_at_all() -> None:

@@ -26,7 +26,7 @@ from speedrun.data.loader import Batch
 from speedrun.data.shards import TokenFolder
 from speedrun.files import locked
 from speedrun.model.gpt import GPT
-from speedrun.optim.config import master, part_of
+from speedrun.optim.config import part_of
 from speedrun.optim.pipeline import Team
 from speedrun.recipes import get_recipe
 from speedrun.train.config import Options, with_fields
@@ -386,7 +386,7 @@ def check_updates(trainer: Trainer, matrices: bool) -> None:
         muon = in_muon(recipe.name, name)
         if muon and not matrices:
             continue
-        after = master(trainer.optimizer, p) if p.dtype == torch.bfloat16 else p.detach()
+        after = trainer.optimizer.master(p) if p.dtype == torch.bfloat16 else p.detach()
         off = size = 0.0
         for rows in pieces(name, p.shape):
             found = weights_of(name, p, rows).double() - after[rows].double()

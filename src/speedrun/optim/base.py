@@ -6,7 +6,7 @@ masters; `_write` puts them back.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -18,6 +18,8 @@ from speedrun.optim.exact_bf16 import checksum, join, split
 from speedrun.optim.sharded import is_sharded, largest, local_of, meshes_of, placed_as, refuse_state
 
 Group = dict[str, Any]
+States = dict[str, dict[str, Any]]
+"""What optimizers know of each parameter, by its name: the form in which checkpoints store it."""
 Loss = TypeVar("Loss")
 
 
@@ -245,28 +247,29 @@ class SpeedrunOptimizer(Optimizer):
     @torch.no_grad()
     def master(self, p: Tensor) -> Tensor:
         """The exact value of a parameter, as a new tensor: float32 for an exact bfloat16 weight."""
-        for name, q, group in self._named():
-            if q is p:
-                if self._is_exact(p, group) and "remainder" in self.state.get(p, {}):
-                    self._prove(p, name)
-                    return join(p, self.state[p]["remainder"])
-                return p.detach().clone() if p.itemsize >= 4 else p.detach().float()
-        raise ValueError(f"{type(self).__name__} does not train this parameter of shape {tuple(p.shape)}.")
+        name, group = self._home(p)
+        if self._is_exact(p, group) and "remainder" in self.state.get(p, {}):
+            self._prove(p, name)
+            return join(p, self.state[p]["remainder"])
+        return p.detach().clone() if p.itemsize >= 4 else p.detach().float()
 
     @torch.no_grad()
     def set_master(self, p: Tensor, value: Tensor) -> None:
         """Write a parameter so that `master(p)` gives back `value` exactly, where its dtype allows."""
-        for _, q, group in self._named():
+        _, group = self._home(p)
+        if self._is_exact(p, group):
+            high, low = split(value.to(torch.float32))
+            p.copy_(high)
+            self.state[p]["remainder"] = low
+            self.vouch(p)
+        else:
+            p.copy_(value)
+
+    def _home(self, p: Tensor) -> tuple[str, Group]:
+        """The name of a parameter, and its group."""
+        for name, q, group in self._named():
             if q is p:
-                if self._is_exact(p, group):
-                    high, low = split(value.to(torch.float32))
-                    p.copy_(high)
-                    self.state[p]["remainder"] = low
-                    self._versions[p] = p._version
-                    self._unproven.pop(p, None)
-                else:
-                    p.copy_(value)
-                return
+                return name, group
         raise ValueError(f"{type(self).__name__} does not train this parameter of shape {tuple(p.shape)}.")
 
     def _named(self) -> Iterator[tuple[str, Tensor, Group]]:
@@ -282,6 +285,19 @@ class SpeedrunOptimizer(Optimizer):
         self._versions.clear()
         self._unproven.clear()
         self._flag = None
+
+    def gathered(self) -> States:
+        """The state of each parameter that has one, by name; see `by_name`."""
+        return by_name(self.param_groups, self.state)
+
+    def scatter(self, states: States) -> None:
+        """Take a state as `gathered` gives it; the weights must be those it belongs to."""
+        put_back(self.param_groups, self.state, states)
+        self._vouch_for_all()
+
+    def _vouch_for_all(self) -> None:
+        for _, p, _ in self._named():
+            self.vouch(p)
 
     def _checksums(self) -> dict[Tensor, int]:
         """For each exact weight the checksum that its remainder belongs to, after dropping stale remainders."""
@@ -331,13 +347,8 @@ class SpeedrunOptimizer(Optimizer):
                 position += 1
                 if saved is None:
                     continue
-                self.state[p] = {
-                    key: value.to(p.device if value.ndim else value.device, copy=True)
-                    if torch.is_tensor(value)
-                    else value
-                    for key, value in saved.items()
-                    if key != "checksum"
-                }
+                self.state[p] = copied(saved, p.device)
+                self.state[p].pop("checksum", None)
                 if "remainder" in saved:
                     self._unproven[p] = saved["checksum"]
 
@@ -457,6 +468,33 @@ def named(group: Group, number: int) -> Iterator[tuple[str, Tensor]]:
     names: Sequence[str] | None = group.get("param_names")
     for index, p in enumerate(group["params"]):
         yield (names[index] if names else f"parameter {index} of group {number} {tuple(p.shape)}"), p
+
+
+def by_name(groups: list[Group], states: Mapping[Tensor, Any]) -> States:
+    """The state of each parameter that has one, by the parameter's name, in whatever group it is."""
+    return {
+        name: dict(states[p])
+        for number, group in enumerate(groups)
+        for name, p in named(group, number)
+        if states.get(p)
+    }
+
+
+def put_back(groups: list[Group], states: MutableMapping[Tensor, Any], saved: States) -> None:
+    """Make a copy of what `by_name` gave the state of the parameters; the order of groups does not matter."""
+    for number, group in enumerate(groups):
+        for name, p in named(group, number):
+            states.pop(p, None)
+            if saved.get(name):
+                states[p] = copied(saved[name], p.device)
+
+
+def copied(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """A state with tensors of its own. Steps are counted on the CPU, the rest is where the parameter is."""
+    return {
+        key: value.to("cpu" if key == "step" else device, copy=True) if torch.is_tensor(value) else value
+        for key, value in state.items()
+    }
 
 
 @torch.no_grad()

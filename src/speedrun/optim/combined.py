@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from speedrun.optim.base import Group, SpeedrunOptimizer, check_together
+from speedrun.optim.base import Group, SpeedrunOptimizer, States, by_name, check_together, put_back
 
 Loss = TypeVar("Loss")
 
 
-class States(MutableMapping[Tensor, Any]):
+class _Together(MutableMapping[Tensor, Any]):
     """The states of several optimizers as one mapping; each parameter's lives in the optimizer that trains it."""
 
     def __init__(self, optimizers: list[Optimizer]) -> None:
@@ -68,11 +68,12 @@ class Combined(Optimizer):
                     seen[p] = optimizer
         self.optimizers = list(optimizers)
         super().__init__([{"params": list(seen)}], {})
-        self._share()
+        self.sync()
 
-    def _share(self) -> None:
+    def sync(self) -> None:
+        """Take notice of groups that were added to a member."""
         self.param_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        self.state = States(self.optimizers)  # type: ignore[assignment]
+        self.state = _Together(self.optimizers)  # type: ignore[assignment]
 
     def add_param_group(self, param_group: Group) -> None:
         """Not possible here: the group would not say which optimizer it is for."""
@@ -82,10 +83,6 @@ class Combined(Optimizer):
         raise ValueError(
             "Combined cannot know which optimizer a new group is for; add it to that one, then call sync()."
         )
-
-    def sync(self) -> None:
-        """Take notice of groups that were added to a member."""
-        self._share()
 
     @torch.compiler.disable
     def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:
@@ -143,6 +140,16 @@ class Combined(Optimizer):
 
     # ----------------------------------------------------------------- state
 
+    def gathered(self) -> States:
+        """The state of each parameter that has one, by name; see `by_name` in speedrun.optim.base."""
+        return by_name(self.param_groups, self.state)
+
+    def scatter(self, states: States) -> None:
+        """Take a state as `gathered` gives it; the weights must be those it belongs to."""
+        put_back(self.param_groups, self.state, states)
+        for optimizer in checked_in(self.optimizers):
+            optimizer._vouch_for_all()
+
     def state_dict(self) -> dict[str, Any]:
         """Torch's layout: the groups of all members, parameters numbered through."""
         state: dict[int, Any] = {}
@@ -167,14 +174,8 @@ class Combined(Optimizer):
                     f"The state_dict has {len(state_dict['param_groups'])} groups, these optimizers have "
                     f"{len(self.param_groups)}; build Combined from the same optimizers in the same order."
                 )
-            ids = [i for group in mine for i in group["params"]]
-            renumber = {i: k for k, i in enumerate(ids)}
-            parts.append(
-                {
-                    "state": {renumber[i]: v for i, v in state_dict["state"].items() if i in renumber},
-                    "param_groups": [{**g, "params": [renumber[i] for i in g["params"]]} for g in mine],
-                }
-            )
+            ids = {i for group in mine for i in group["params"]}
+            parts.append({"state": {i: v for i, v in state_dict["state"].items() if i in ids}, "param_groups": mine})
         if groups:
             raise ValueError(f"The state_dict has {len(groups)} more groups than these optimizers.")
         for optimizer, part in zip(self.optimizers, parts, strict=True):
@@ -182,7 +183,7 @@ class Combined(Optimizer):
                 optimizer._aligned(part)  # refuses before the first member has changed
         for optimizer, part in zip(self.optimizers, parts, strict=True):
             optimizer.load_state_dict(part)
-        self._share()
+        self.sync()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"optimizers": self.optimizers, "defaults": self.defaults}
@@ -190,7 +191,7 @@ class Combined(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.optimizers = state["optimizers"]
         super().__setstate__({"defaults": state["defaults"], "state": {}, "param_groups": []})
-        self._share()
+        self.sync()
 
 
 def checked_in(optimizers: Iterable[Optimizer]) -> Iterator[SpeedrunOptimizer]:

@@ -13,12 +13,14 @@ import torch
 from torch import nn
 
 from speedrun.optim.adam import Adam
-from speedrun.optim.base import SpeedrunOptimizer
+from speedrun.optim.base import SpeedrunOptimizer, copied
 from speedrun.optim.combined import Combined
 from speedrun.optim.interleave import Interleaved
 from speedrun.optim.muon import Muon, NorMuon
 from speedrun.optim.orthogonalize import NEWTON_SCHULZ_PER_STEP
 from speedrun.optim.outer import Snoo
+
+AnyOptimizer = SpeedrunOptimizer | Combined | Interleaved | Snoo
 
 
 @dataclass(frozen=True)
@@ -195,9 +197,9 @@ def part_of(name: str) -> str:
 def build_optimizer(
     named: Iterable[tuple[str, nn.Parameter]],
     config: OptimConfig,
-    together: Callable[[list[SpeedrunOptimizer]], torch.optim.Optimizer] | None = None,
+    together: Callable[[list[SpeedrunOptimizer]], Interleaved] | None = None,
     dtype: torch.dtype | None = None,
-) -> torch.optim.Optimizer:
+) -> AnyOptimizer:
     """The optimizers of a GPT as one. Each group keeps its base rate as `initial_lr`, and says its `part`.
 
     `together` makes one of them, for ranks that share the work; by default they are combined in this process.
@@ -235,7 +237,7 @@ def build_optimizer(
                 decay_by=config.decay_by, every=config.every, exact_bf16=config.weights == "exact-bf16",
             )
         )  # fmt: skip
-    optimizer: torch.optim.Optimizer
+    optimizer: AnyOptimizer
     if together is not None:
         optimizer = together(members)
     else:
@@ -272,21 +274,10 @@ def _build_muon(inside: list[tuple[str, nn.Parameter]], config: OptimConfig, dty
     return (NorMuon if config.matrices == "normuon" else Muon)([group], lr=m.lr, **options)
 
 
-def master(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> torch.Tensor:
-    """The exact float32 value of a weight."""
-    value: torch.Tensor = optimizer.master(p)  # type: ignore[attr-defined]
-    return value
-
-
-def set_master(optimizer: torch.optim.Optimizer, p: nn.Parameter, value: torch.Tensor) -> None:
-    optimizer.set_master(p, value)  # type: ignore[attr-defined]
-
-
 def copy_state(optimizer: torch.optim.Optimizer, source: nn.Parameter, target: nn.Parameter) -> None:
     """What the optimizer has learned about one parameter becomes what it knows about another of the same shape."""
     inner = optimizer.optimizer if isinstance(optimizer, Snoo) else optimizer
     if isinstance(inner, Interleaved):
         inner.copy_state(source, target)
         return
-    state = optimizer.state.get(source, {})
-    optimizer.state[target] = {k: v.clone() if torch.is_tensor(v) else v for k, v in state.items()}
+    optimizer.state[target] = copied(optimizer.state.get(source, {}), target.device)

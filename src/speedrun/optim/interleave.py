@@ -23,14 +23,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from speedrun.optim.base import Group, NonFiniteGradient, SpeedrunOptimizer, Work, all_finite, named, value_at
+from speedrun.optim.base import NonFiniteGradient, SpeedrunOptimizer, States, Work, all_finite, copied, named, value_at
 from speedrun.optim.exact_bf16 import join
 from speedrun.optim.muon import Grid, Muon
 from speedrun.optim.orthogonalize import fast_dtype
@@ -392,10 +391,10 @@ class Interleaved(Optimizer):
         return next(((r, local) for r, local in item.locals() if r is ref), None)
 
     @torch.no_grad()
-    def gathered(self) -> "Whole":
-        """The state as a single process would have it. All ranks must call this; rank 0 keeps what arrives.
+    def gathered(self) -> States:
+        """The state by name, as a single process would have it. All ranks must call this; rank 0 keeps what arrives.
 
-        The others get the same object without its tensors, so a checkpoint is rank 0's to write.
+        The others get the same without its tensors, so a checkpoint is rank 0's to write.
         """
         mine: dict[str, dict[str, Any]] = {}
         for item in self.items:
@@ -406,13 +405,12 @@ class Interleaved(Optimizer):
                     for key, value in state.items()
                 }
         theirs = self.team.everybodys(mine)
-        whole = Whole(self.param_groups)
-        for item in self.items:
-            for ref in item.refs:
-                state = self._gather_state(item, ref, [layout.get(ref.name) for layout in theirs])
-                if state:
-                    whole.state[ref.param] = state
-        return whole
+        whole = {
+            ref.name: self._gather_state(item, ref, [layout.get(ref.name) for layout in theirs])
+            for item in self.items
+            for ref in item.refs
+        }
+        return {name: state for name, state in whole.items() if state}
 
     def _gather_state(self, item: Item, ref: Ref, layouts: list[Any]) -> dict[str, Any]:
         """The state of one parameter, from the ranks that have a part of it."""
@@ -443,29 +441,32 @@ class Interleaved(Optimizer):
         return self.team.send_from(rank, part.to(self.refs[0].param.device)).to(part.device)
 
     @torch.no_grad()
-    def scatter(self, states: dict[Tensor, dict[str, Any]]) -> None:
+    def scatter(self, states: States) -> None:
         """Take this rank's part of a state as `gathered` gives it, whatever number of ranks gathered it."""
+        parts = dict(states)
+        for item in self.items:
+            if isinstance(item, Rows) and item.ref.name in states:
+                start, end = item.bounds[self.team.rank]
+                parts[item.ref.name] = {
+                    key: value[start:end] if torch.is_tensor(value) and value.ndim else value
+                    for key, value in states[item.ref.name].items()
+                }
+        self._take(parts)
+
+    def _take(self, parts: States) -> None:
+        """Make copies of this rank's parts its state."""
         for item in self.items:
             for ref, local in item.locals():
                 ref.member.state.pop(local, None)
-                state = states.get(ref.param)
-                if not state:
-                    continue
-                start, end = item.bounds[self.team.rank] if isinstance(item, Rows) else (0, 0)
-                ref.member.state[local] = {
-                    key: (value[start:end] if isinstance(item, Rows) and value.ndim else value).clone()
-                    if torch.is_tensor(value)
-                    else value
-                    for key, value in state.items()
-                }
+                if parts.get(ref.name):
+                    ref.member.state[local] = copied(parts[ref.name], local.device)
                 ref.member.vouch(local)
 
     def copy_state(self, source: Tensor, target: Tensor) -> None:
         """What has been learned about one parameter becomes what is known about another of the same shape."""
         here, there = self._local(source), self._local(target)
         if here is not None and there is not None:
-            state = here[0].member.state.get(here[1], {})
-            there[0].member.state[there[1]] = {k: v.clone() if torch.is_tensor(v) else v for k, v in state.items()}
+            there[0].member.state[there[1]] = copied(here[0].member.state.get(here[1], {}), target.device)
 
     @torch.no_grad()
     def master(self, p: Tensor) -> Tensor:
@@ -537,23 +538,9 @@ class Interleaved(Optimizer):
                 f"This state_dict is of rank {ranks[1]} of {ranks[0]}, this is rank {self.team.rank} of "
                 f"{self.team.size}. Save what gathered() gives and load it with scatter(), for any number of ranks."
             )
-        for item in self.items:
-            for ref, local in item.locals():
-                ref.member.state.pop(local, None)
-                saved = state_dict["state"].get(ref.name)
-                if saved:
-                    ref.member.state[local] = {k: v.clone() if torch.is_tensor(v) else v for k, v in saved.items()}
-                ref.member.vouch(local)
+        self._take(state_dict["state"])
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(saved_group)
-
-
-@dataclass
-class Whole:
-    """Groups, and the state of every parameter in one place: what a checkpoint is made of."""
-
-    param_groups: list[Group]
-    state: dict[Tensor, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
 
 
 PER_WEIGHT = 256.0  # multiplications in the time of everything else that is done to a weight; about that on a CPU

@@ -6,18 +6,21 @@ The inner optimizer explores for k steps. What it did, seen as one long gradient
 goes on from there.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from speedrun.optim.base import named, require
+from speedrun.optim.base import States, by_name, named, put_back, require
 from speedrun.optim.combined import Plain
 from speedrun.optim.sharded import is_sharded, refuse_state
 
 Loss = TypeVar("Loss")
+NUMBERS = ("count", "lr", "momentum", "k")
+KEPT = ("outer", "outer_momentum")
+"""The state of a parameter here: float32 also where the weight is not."""
 
 
 class Snoo(Optimizer):
@@ -31,7 +34,8 @@ class Snoo(Optimizer):
         require(lr >= 0, "lr", lr, "not negative")
         require(0 <= momentum < 1, "momentum", momentum, "at least 0 and below 1")
         require(k >= 1, "k", k, "at least 1")
-        self.optimizer = optimizer
+        self.optimizer: Any = optimizer
+        self.outer: dict[Tensor, dict[str, Tensor]] = {}
         self.lr, self.momentum, self.k, self.count = lr, momentum, k, 0
         super().__init__([{"params": self._params()}], {})
         self._share()
@@ -44,8 +48,10 @@ class Snoo(Optimizer):
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
 
     def _start(self) -> None:
-        self.outer: list[Tensor] = [self._masters.master(p) for p in self._params()]
-        self.buffers: list[Tensor | None] = [None] * len(self.outer)
+        """Weights that are new here are their own outer ones; momentum comes with the first outer step."""
+        for p in self._params():
+            if p not in self.outer:
+                self.outer[p] = {"outer": self._masters.master(p)}
 
     @property
     def _masters(self) -> Any:
@@ -56,9 +62,7 @@ class Snoo(Optimizer):
             super().add_param_group(param_group)
             return
         self.optimizer.add_param_group(param_group)
-        for p in self._params()[len(self.outer) :]:
-            self.outer.append(self._masters.master(p))
-            self.buffers.append(None)
+        self._start()
 
     @torch.compiler.disable
     def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:
@@ -74,15 +78,15 @@ class Snoo(Optimizer):
 
     @torch.no_grad()
     def _outer_step(self) -> None:
-        for i, p in enumerate(self._params()):
-            gone = self.outer[i] - self._masters.master(p)
-            buffer = self.buffers[i]
-            if buffer is None:
-                buffer = self.buffers[i] = gone.clone()
+        for p, state in self.outer.items():
+            outer = state["outer"]
+            gone = outer - self._masters.master(p)
+            if "outer_momentum" not in state:
+                state["outer_momentum"] = gone.clone()
             else:
-                buffer.mul_(self.momentum).add_(gone)
-            self.outer[i] -= (gone + self.momentum * buffer) * self.lr
-            self._masters.set_master(p, self.outer[i])
+                state["outer_momentum"].mul_(self.momentum).add_(gone)
+            outer -= (gone + self.momentum * state["outer_momentum"]) * self.lr
+            self._masters.set_master(p, outer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
@@ -95,6 +99,7 @@ class Snoo(Optimizer):
         else:
             self.optimizer.state.clear()
         self.count = 0
+        self.outer.clear()
         self._start()
 
     def state_bytes(self) -> dict[Tensor, int]:
@@ -102,8 +107,8 @@ class Snoo(Optimizer):
         if not hasattr(self.optimizer, "state_bytes"):
             raise ValueError(f"{type(self.optimizer).__name__} does not say how large its state gets.")
         sizes: dict[Tensor, int] = self.optimizer.state_bytes()
-        for p, outer in zip(self._params(), self.outer, strict=True):
-            sizes[p] += 2 * outer.nbytes  # the outer weights and their momentum
+        for p, state in self.outer.items():
+            sizes[p] += 2 * state["outer"].nbytes  # the outer weights and their momentum
         return sizes
 
     def master(self, p: Tensor) -> Tensor:
@@ -112,31 +117,25 @@ class Snoo(Optimizer):
     def set_master(self, p: Tensor, value: Tensor) -> None:
         self._masters.set_master(p, value)
 
-    def tensors(self, names: Mapping[Any, str]) -> dict[str, Tensor]:
-        """The outer weights and momenta by parameter name, for checkpoints."""
-        found = {}
-        for p, outer, buffer in zip(self._params(), self.outer, self.buffers, strict=True):
-            found[f"outer.{names[p]}"] = outer
-            if buffer is not None:
-                found[f"momentum.{names[p]}"] = buffer
-        return found
+    def gathered(self) -> States:
+        """The inner optimizer's state by name, with the outer weights and momenta."""
+        states: States = self.optimizer.gathered()
+        for name, state in by_name(self.param_groups, self.outer).items():
+            states.setdefault(name, {}).update(state)
+        return states
 
-    def load_tensors(self, names: Mapping[Any, str], tensors: Mapping[str, Tensor], count: int) -> None:
-        """Put back what `tensors` gave."""
-        self.count = count
-        for i, p in enumerate(self._params()):
-            self.outer[i] = tensors[f"outer.{names[p]}"].to(p.device, copy=True)
-            buffer = tensors.get(f"momentum.{names[p]}")
-            self.buffers[i] = None if buffer is None else buffer.to(p.device, copy=True)
+    def scatter(self, states: States) -> None:
+        """Take a state as `gathered` gives it; `count` is the caller's to set."""
+        ours = {name: {key: state[key] for key in KEPT if key in state} for name, state in states.items()}
+        put_back(self.param_groups, self.outer, ours)
+        inner = {name: {k: v for k, v in state.items() if k not in KEPT} for name, state in states.items()}
+        self.optimizer.scatter(inner)
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's, and `snoo` beside it, in the order of the parameters."""
+        """The inner optimizer's, and `snoo` beside it, by the names of the parameters."""
         self._refuse_sharded()
-        outer = {
-            "count": self.count, "lr": self.lr, "momentum": self.momentum, "k": self.k, "outer": list(self.outer),
-            "buffers": list(self.buffers),
-        }  # fmt: skip
-        return {**self.optimizer.state_dict(), "snoo": outer}
+        kept = {key: getattr(self, key) for key in NUMBERS} | {"state": by_name(self.param_groups, self.outer)}
+        return {**self.optimizer.state_dict(), "snoo": kept}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -146,18 +145,14 @@ class Snoo(Optimizer):
                 "This state_dict was not made by Snoo: it has no `snoo`; load it into the inner optimizer."
             )
         saved = state_dict["snoo"]
-        order = self._order(state_dict)
-        params = self._params()
-        if [tuple(saved["outer"][i].shape) for i in order] != [tuple(p.shape) for p in params]:
-            raise ValueError("The state_dict's `snoo` holds other shapes than this model has.")
+        for name, state in by_name(self.param_groups, self.outer).items():
+            if name not in saved["state"] or saved["state"][name]["outer"].shape != state["outer"].shape:
+                raise ValueError(f"The state_dict's `snoo` has no {name}, or one of another shape.")
         self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != "snoo"})
         self._share()
-        self.count, self.lr, self.momentum, self.k = (saved[key] for key in ("count", "lr", "momentum", "k"))
-        self.outer = [saved["outer"][i].to(p.device, copy=True) for i, p in zip(order, params, strict=True)]
-        self.buffers = [
-            None if saved["buffers"][i] is None else saved["buffers"][i].to(p.device, copy=True)
-            for i, p in zip(order, params, strict=True)
-        ]
+        put_back(self.param_groups, self.outer, saved["state"])
+        for key in NUMBERS:
+            setattr(self, key, saved[key])
 
     def _refuse_sharded(self) -> None:
         """torch.distributed.checkpoint drops `snoo` without a word, whatever the inner optimizer does."""
@@ -166,22 +161,8 @@ class Snoo(Optimizer):
                 if is_sharded(p):
                     raise refuse_state(name, "a checkpoint leaves out what Snoo keeps, whichever optimizer it wraps")
 
-    def _order(self, state_dict: dict[str, Any]) -> list[int]:
-        """Where each of our parameters stands in the saved lists: by name if there are names."""
-        count = len(self._params())
-        mine = [name for group in self.param_groups for name in group.get("param_names", [])]
-        theirs = [name for group in state_dict["param_groups"] for name in group.get("param_names", [])]
-        if len(state_dict["snoo"]["outer"]) != count:
-            raise ValueError(
-                f"The state_dict's `snoo` holds {len(state_dict['snoo']['outer'])} parameters, this model has {count}."
-            )
-        if len(mine) == len(theirs) == count and set(mine) == set(theirs):
-            return [theirs.index(name) for name in mine]
-        return list(range(count))
-
     def __getstate__(self) -> dict[str, Any]:
-        keys = ("optimizer", "lr", "momentum", "k", "count", "outer", "buffers", "defaults")
-        return {key: self.__dict__[key] for key in keys}
+        return {key: self.__dict__[key] for key in (*NUMBERS, "optimizer", "outer", "defaults")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

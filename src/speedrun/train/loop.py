@@ -30,10 +30,10 @@ from speedrun.model.attention import takes_edges
 from speedrun.model.flash import edges_of
 from speedrun.model.gpt import GPT
 from speedrun.model.head import describe_fp8
-from speedrun.optim import Combined, Interleaved, Snoo
+from speedrun.optim import Interleaved, Snoo
 from speedrun.optim.base import NonFiniteGradient, SpeedrunOptimizer
-from speedrun.optim.config import build_optimizer, copy_state, master, set_master
-from speedrun.optim.interleave import Span, Whole
+from speedrun.optim.config import build_optimizer, copy_state
+from speedrun.optim.interleave import Span
 from speedrun.optim.pipeline import Team
 from speedrun.train import checkpoint, scale, telemetry, trace
 from speedrun.train.clock import Clock, synchronize
@@ -114,7 +114,6 @@ class Trainer:
             self.shared if self.team.size > 1 else None,
             machine.dtype,
         )
-        self.names: dict[nn.Parameter, str] = {p: n for n, p in self.model.named_parameters()}
         self.loss_of, why_not = compiled(self.model, options.compile, self.device, recipe.compiler)
         if why_not:
             self.say(f"torch.compile is not used: {why_not}")
@@ -352,7 +351,6 @@ class Trainer:
         """
         weights = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         before = copy.deepcopy(self.optimizer.state_dict())
-        random = checkpoint.rng_state()
         generator = torch.Generator().manual_seed(0)
 
         def visit() -> None:
@@ -376,7 +374,8 @@ class Trainer:
             """Once more from the first if memory ran out on the way: those before had larger micro-batches."""
             while True:
                 micro_rows = self.micro_rows
-                visit()
+                with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
+                    visit()
                 if self.micro_rows == micro_rows:
                     return
 
@@ -399,10 +398,8 @@ class Trainer:
             for name, p in self.model.named_parameters():
                 p.copy_(weights[name])
                 p.grad = None
-        if isinstance(self.optimizer, SpeedrunOptimizer | Combined | Interleaved | Snoo):
-            self.optimizer.reset()
+        self.optimizer.reset()
         self.optimizer.load_state_dict(before)
-        checkpoint.set_rng_state(random)
         synchronize(self.device)
         if self.loss_of is not self.model:
             torch.compiler.set_stance("fail_on_recompile")
@@ -412,19 +409,16 @@ class Trainer:
     def save(self, done: int) -> None:
         """Write a checkpoint: rank 0 does, of what all of them bring; it does not depend on how many they are."""
         self.at(f"saving after {done} steps")
-        whole = self.sharded.gathered() if self.sharded else self.optimizer
+        states = self.optimizer.gathered()
         weights = {f"model.{name}": self.exact(p) for name, p in self.model.named_parameters()}
         if self.team.rank:
             self.team.everybodys(None)  # nobody goes on, or ends, before it is on disk
             return
-        # Remainders are not stored: the exact weights are, in place of their upper halves.
-        tensors, optimizer = checkpoint.flatten_optimizer(whole, self.names, skip=frozenset({"remainder"}))
-        if isinstance(self.optimizer, Snoo):
-            tensors |= {f"snoo.{key}": value for key, value in self.optimizer.tensors(self.names).items()}
-        tensors |= weights
+        for known in states.values():
+            known.pop("remainder", None)  # the exact weights are stored, in place of their upper halves
+        tensors, numbers = checkpoint.flatten(states)
         state = {
-            "optimizer": optimizer,
-            "outer_count": self.optimizer.count if isinstance(self.optimizer, Snoo) else None,
+            "optimizer": numbers,
             "loader": self.loader_state,
             "clock": self.clock.seconds,
             "tokens": self.tokens_seen,
@@ -432,30 +426,28 @@ class Trainer:
             "seed": self.options.seed,
             "threads": self.machine.threads,
         }
-        checkpoint.save(self.folder.checkpoints, done, tensors, state, keep=self.options.keep, notice=self.say)
+        checkpoint.save(
+            self.folder.checkpoints, done, tensors | weights, state, keep=self.options.keep, notice=self.say
+        )
         self.team.everybodys(None)
 
     def exact(self, p: nn.Parameter) -> Tensor:
         """The value a checkpoint holds: float32 also for a weight whose lower half the optimizer keeps."""
         exact = self.recipe.optim.weights == "exact-bf16" and p.dtype == torch.bfloat16
-        return master(self.optimizer, p) if exact else p.detach()
+        return self.optimizer.master(p) if exact else p.detach()
 
     def restore(self, saved: checkpoint.Checkpoint) -> None:
         with torch.no_grad():
             for name, p in self.model.named_parameters():
                 # Into the existing storage, whose alignment the math library may depend on.
                 p.copy_(saved.tensors[f"model.{name}"])
-        whole = Whole(self.optimizer.param_groups) if self.sharded else self.optimizer
-        checkpoint.restore_optimizer(whole, self.names, saved.tensors, saved.state["optimizer"])
-        if self.sharded:
-            self.sharded.scatter(whole.state)
+        self.optimizer.scatter(checkpoint.unflatten(saved.tensors, saved.state["optimizer"]))
         if self.recipe.optim.weights == "exact-bf16":
             for name, p in self.model.named_parameters():
                 if p.dtype == torch.bfloat16:
-                    set_master(self.optimizer, p, saved.tensors[f"model.{name}"].to(self.device))
+                    self.optimizer.set_master(p, saved.tensors[f"model.{name}"].to(self.device))
         if isinstance(self.optimizer, Snoo):
-            outer = {k.removeprefix("snoo."): v for k, v in saved.tensors.items() if k.startswith("snoo.")}
-            self.optimizer.load_tensors(self.names, outer, saved.state["outer_count"])
+            self.optimizer.count = saved.step
         self.start = saved.step
         self.loader_state = saved.state["loader"]
         self.clock = Clock(self.device, saved.state["clock"])
@@ -532,7 +524,7 @@ class Trainer:
             losses = {}
         if status == "ok" and self.options.trace:
             self.write_trace()
-        if status == "ok" and self.options.final_checkpoint:
+        if status == "ok" and self.options.final_checkpoint and self.start < self.steps:  # else it is there already
             self.save(self.steps)
         result = Result(
             status=status,

@@ -82,7 +82,7 @@ def skeleton(recipe: Recipe) -> tuple[GPT, torch.optim.Optimizer, dict[Any, int]
         if recipe.optim.weights != "float32":
             model.store_matrices(torch.bfloat16)
         optimizer = build_optimizer(model.named_parameters(), recipe.optim)
-    return model, optimizer, optimizer.state_bytes()  # type: ignore[attr-defined]
+    return model, optimizer, optimizer.state_bytes()
 
 
 def memory_of(recipe: Recipe, machine: Machine, options: Options, ranks: int = 1) -> Memory:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TextIO
 
 import torch
 from msgspec import Meta
@@ -152,8 +152,7 @@ class RunFolder:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self._console = console
-        self._metrics = _Appender(path / METRICS, drop_torn=True)
-        self._log = _Appender(path / LOG, drop_torn=False)
+        self._open: dict[str, TextIO] = {}
 
     @classmethod
     def create(cls, path: Path, description: Mapping[str, Any], console: Callable[[str], None] = print) -> "RunFolder":
@@ -198,13 +197,21 @@ class RunFolder:
             raise ValueError(f"a metric has the kind {values.get('kind')!r}, not one of {KINDS}")
         if type(values.get("step")) is not int:
             raise ValueError(f"a metric has the step {values.get('step')!r}, not an integer")
-        self._metrics.append(json.dumps(plain(values), allow_nan=False))
+        self._append(METRICS, json.dumps(plain(values), allow_nan=False))
 
     def log(self, line: str, *, show: bool = True) -> None:
         """Append to log.txt and show it."""
-        self._log.append(line)
+        self._append(LOG, line)
         if show:
             self._console(line)
+
+    def _append(self, name: str, line: str) -> None:
+        """One line, with the system when this returns: the file is flushed at each newline."""
+        with explained(self.path / name):
+            if name not in self._open:
+                path = self.path / name
+                self._open[name] = open(path, "a", buffering=1, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+            self._open[name].write(line + "\n")
 
     def cut_back(self, step: int, note: str) -> None:
         """Forget what was measured beyond the checkpoint of `step`, and note the interruption.
@@ -244,64 +251,10 @@ class RunFolder:
 
     def close(self) -> None:
         """Make the lines durable. A later `metric` or `log` opens the files again."""
-        self._metrics.close()
-        self._log.close()
-
-
-class _Appender:
-    """A text file that grows by whole lines: each is with the system when `append` returns, or not there."""
-
-    def __init__(self, path: Path, *, drop_torn: bool) -> None:
-        self._path = path
-        self._drop_torn = drop_torn
-        self._fd: int | None = None
-
-    def append(self, line: str) -> None:
-        with explained(self._path):
-            if self._fd is None:
-                self._fd = self._open()
-            start = os.fstat(self._fd).st_size
-            rest = memoryview((line + "\n").encode(errors="backslashreplace"))
-            try:
-                while rest:
-                    rest = rest[os.write(self._fd, rest) :]
-            except OSError:
-                os.ftruncate(self._fd, start)  # half a line would spoil the next one
-                raise
-
-    def _open(self) -> int:
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            torn = _after_last_newline(self._path)
-            if torn and self._drop_torn:
-                os.ftruncate(fd, os.fstat(fd).st_size - torn)
-            elif torn:
-                os.write(fd, b"\n")
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd
-
-    def close(self) -> None:
-        if self._fd is None:
-            return
-        fd, self._fd = self._fd, None
-        try:
-            with explained(self._path):
-                os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
-def _after_last_newline(path: Path) -> int:
-    """How many bytes a killed process left after the last whole line."""
-    size = path.stat().st_size
-    tail = b""
-    with open(path, "rb") as f:
-        while b"\n" not in tail and len(tail) < size:
-            f.seek(max(0, size - 2 * len(tail) - 4096))
-            tail = f.read()
-    return len(tail) - (tail.rfind(b"\n") + 1)
+        while self._open:
+            name, file = self._open.popitem()
+            with explained(self.path / name), file:
+                os.fsync(file.fileno())
 
 
 # --- reading --------------------------------------------------------------------------------------
