@@ -8,7 +8,7 @@ For an H100 a second part counts what surrounds the compiled passes in a trainin
 GPU: kernel launches, how often the host waits for the GPU (syncs) or copies to it from memory that is not pinned
 (copies), passes through the compiled model, and bytes that travel between the ranks.
 
-    python -m benchmarks.gpu                          all of it, for an H100 and a 4090: about ten minutes
+    python -m benchmarks.gpu                          all of it, for an H100, an A100 and a 4090: a quarter of an hour
     python -m benchmarks.gpu --only loss              what contains this word
     python -m benchmarks.gpu --kernels --only loss    also compile the Triton kernels to machine code, with ptxas
     python -m benchmarks.gpu --only "step of" --lines  launches and syncs of a training step, by line of source
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import pretend
-from speedrun.train.gpus import ATTENTION, GPUS, TABLE
+from speedrun.train.gpus import ATTENTION, GPUS, TABLE, kernels_of
 
 GROWTH = 1.001  # bytes that are more than this are worse; kernels must not become more at all
 
@@ -40,7 +40,7 @@ def measure(device: str, only: list[str], kernels: bool) -> None:
 
     stages.install_stand_in()
     work = {f"loss of {n} token{'s' * (n > 1)}": (lambda n=n: stages.lower_loss(n)) for n in (1, 3)}
-    known = {case.name: case.key(ATTENTION[device]) for case in stages.cases()}
+    known = {case.name: case.key(kernels_of(device)) for case in stages.cases()}
     work |= {case.name: (lambda case=case: stages.lower_stage(case, ATTENTION[device])) for case in stages.cases()}
     for name, function in work.items():
         if only and not any(word in name for word in only):
@@ -120,7 +120,7 @@ def step_line(row: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", nargs="+", choices=list(GPUS), default=["h100", "4090"])
+    parser.add_argument("--devices", nargs="+", choices=list(GPUS), default=list(GPUS))
     parser.add_argument("--only", nargs="*", default=[], help="words, one of which is in the name of a case")
     parser.add_argument("--kernels", action="store_true", help="compile the Triton kernels to machine code")
     parser.add_argument("--lines", action="store_true", help="what each line of source does in a training step")

@@ -56,10 +56,10 @@ class Case:
         v = self.whole.validation
         return (-(-self.stage.rows // GPUS), self.stage.length) if self.training else (v.rows, v.length)
 
-    def key(self, attention: str) -> dict[str, Any]:
+    def key(self, kernels: str) -> dict[str, Any]:
         """By which the package finds the numbers."""
         return {
-            "graph": graph_of(self.whole, self.stage, attention, training=self.training),
+            "graph": graph_of(self.whole, self.stage, kernels, training=self.training),
             "rows": self.shape[0],
         }
 

@@ -197,7 +197,7 @@ def step_lines(trainer: Trainer, stage: Stage, steps: int) -> list[Line]:
     rows = -(-stage.rows // trainer.team.size)
     at_once = min(trainer.micro_rows or trainer.fitting.get(stage.shape, rows), rows)
     passes = math.ceil(rows / at_once)
-    graph = compiled_graph(recipe, stage, trainer.machine.attention) if trainer.options.compile else None
+    graph = compiled_graph(recipe, stage, trainer.machine.kernels) if trainer.options.compile else None
     kernels, waits, held, moved, rate = UNKNOWN, UNKNOWN, UNKNOWN, 0.0, ""
     if graph is not None:
         both = graph["forward"], graph["backward"]
@@ -246,7 +246,7 @@ def validation_lines(trainer: Trainer) -> list[Line]:
         took.append(time.perf_counter() - began)
     peak, held = peak_memory(device), UNKNOWN
     memory = memory_of(recipe, trainer.machine, trainer.options, trainer.team.size)
-    if trainer.options.compile and compiled_graph(recipe, stage, trainer.machine.attention, training=False):
+    if trainer.options.compile and compiled_graph(recipe, stage, trainer.machine.kernels, training=False):
         held = gib(memory.fixed - memory.warm_up - memory.gradients + memory.validation)
     return [
         Line("first batch", "", f"{took[0]:.1f} s"),

@@ -17,7 +17,7 @@ from speedrun.train import memory
 from speedrun.train.config import Options, with_fields
 from speedrun.train.device import by_name, choose
 from speedrun.train.distributed import Muted
-from speedrun.train.gpus import ATTENTION, GPUS
+from speedrun.train.gpus import GPUS, kernels_of
 from speedrun.train.loop import Trainer
 from speedrun.train.memory import bytes_at_once, check_rows, fitting, graph_of, memory_of, problems_of
 from speedrun.train.progress import Report
@@ -32,7 +32,7 @@ NATIVE = [("interleaved", "short"), ("normuon", "short"), ("muon", "short"), ("m
 def test_every_stage_of_every_native_recipe_is_in_the_table() -> None:
     for name, track in [*NATIVE, ("orthogonal-nesterov", "short"), ("medium-before", "medium")]:
         recipe = get_recipe(name, track)
-        for attention in set(ATTENTION.values()):
+        for attention in map(kernels_of, GPUS):
             for stage in recipe.schedule.visits():
                 assert bytes_at_once(recipe, stage, 1, attention), (name, stage.step, attention)
             last = recipe.schedule.after(recipe.schedule.total)
@@ -88,7 +88,7 @@ def test_native_recipes_fit_with_micro_batches(name: str, track: str, device: st
     assert found.total < limit
     for stage in recipe.schedule.visits():
         rows = found.micro_rows[stage.shape]
-        held = bytes_at_once(recipe, stage, rows, ATTENTION[device])
+        held = bytes_at_once(recipe, stage, rows, kernels_of(device))
         assert held is not None
         assert found.fixed + held < limit
 

@@ -16,7 +16,8 @@ from speedrun.checks import check_fields
 from speedrun.errors import UserError
 from speedrun.model.attention import Backend, choose_backend
 from speedrun.model.config import GPTConfig
-from speedrun.train import arithmetic
+from speedrun.model.head import has_fp8_units
+from speedrun.train import arithmetic, gpus
 from speedrun.train.distributed import is_first, local_rank, neighbours
 from speedrun.train.gpus import ATTENTION, GPUS
 from speedrun.train.load import usable_cores
@@ -48,6 +49,13 @@ class Machine:
     """Bytes of the GPU's memory that may be used; None: all there is."""
     here: bool = True
     """False: a GPU by name, for a dry run."""
+    fp8_units: bool = True
+    """False: a GPU that multiplies 8-bit floats as wider ones."""
+
+    @property
+    def kernels(self) -> str:
+        """What the memory of a compiled graph depends on, beside the recipe."""
+        return gpus.kernels(self.attention, self.fp8_units)
 
     @property
     def dtype_name(self) -> str:
@@ -111,7 +119,8 @@ def choose(
         found, why_dtype = getattr(torch, dtype), "as asked"
     kernel = choose_backend(attention, chosen, found, None if model is None else model.head_width)
     torch.set_num_threads(threads)
-    return Machine(chosen, why, found, why_dtype, threads, why_threads, *kernel, limit)
+    units = chosen.type != "cuda" or has_fp8_units(chosen)
+    return Machine(chosen, why, found, why_dtype, threads, why_threads, *kernel, limit, fp8_units=units)
 
 
 def by_name(name: str, memory: float | None, dtype: str, attention: str) -> Machine:
@@ -126,8 +135,9 @@ def by_name(name: str, memory: float | None, dtype: str, attention: str) -> Mach
     why = "not here: from the table of compiled graphs"
     memory_there = limit or gpu.total_memory
     return Machine(
-        torch.device("cuda"), gpu.name, torch.bfloat16, why, 1, why, backend, why, None, memory_there, here=False
-    )
+        torch.device("cuda"), gpu.name, torch.bfloat16, why, 1, why, backend, why, None, memory_there, here=False,
+        fp8_units=gpu.capability >= 89,
+    )  # fmt: skip
 
 
 def _choose_memory(asked: float | None, device: torch.device) -> int | None:

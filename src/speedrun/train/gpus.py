@@ -58,3 +58,12 @@ GPUS = {
     ),
 }  # fmt: skip
 ATTENTION: dict[str, Backend] = {"h100": "fa3", "a100": "varlen", "4090": "varlen"}
+
+
+def kernels(attention: str, fp8_units: bool) -> str:
+    """What computes: attention's name, and whether products of 8-bit floats are made of wider ones."""
+    return attention if fp8_units else f"{attention}, 8-bit floats widened"
+
+
+def kernels_of(name: str) -> str:
+    return kernels(ATTENTION[name], GPUS[name].capability >= 89)

@@ -108,7 +108,7 @@ def memory_of(recipe: Recipe, machine: Machine, options: Options, ranks: int = 1
     need: list[tuple[int, int, bool | None]] = []  # row, rows, measured
     micro_rows: dict[tuple[object, ...], int] = {}
     for stage in visits if gpu else [largest]:
-        row = bytes_at_once(recipe, stage, 1, machine.attention) if gpu and options.compile else None
+        row = bytes_at_once(recipe, stage, 1, machine.kernels) if gpu and options.compile else None
         measured = True if row is not None else False if machine.here else None
         if row is None:
             if estimate is None:
@@ -135,7 +135,7 @@ def memory_of(recipe: Recipe, machine: Machine, options: Options, ranks: int = 1
 # -------------------------------------------------------------------- the table of compiled graphs
 
 
-def graph_of(recipe: Recipe, stage: Stage, attention: str, *, training: bool = True) -> str:
+def graph_of(recipe: Recipe, stage: Stage, kernels: str, *, training: bool = True) -> str:
     """A name of the compiled graph: equal where nothing differs that the memory of a row depends on."""
 
     def changed(config: Any) -> dict[str, Any]:  # so that a new field leaves the names as they are
@@ -143,7 +143,7 @@ def graph_of(recipe: Recipe, stage: Stage, attention: str, *, training: bool = T
 
     about = {
         "model": changed(recipe.model),
-        "attention": attention,
+        "attention": kernels,
         "weights": recipe.optim.weights,
         "packing": recipe.loader.packing,
         "length": stage.length if training else recipe.validation.length,
@@ -162,19 +162,19 @@ def table() -> list[dict[str, Any]]:
     return rows
 
 
-def compiled_graph(recipe: Recipe, stage: Stage, attention: str, *, training: bool = True) -> dict[str, Any] | None:
+def compiled_graph(recipe: Recipe, stage: Stage, kernels: str, *, training: bool = True) -> dict[str, Any] | None:
     """What is known of a compiled graph, of the GPU that needs most memory for it; None: not measured."""
-    graph = graph_of(recipe, stage, attention, training=training)
+    graph = graph_of(recipe, stage, kernels, training=training)
     found = [row for row in table() if row.get("graph") == graph]
     return max(found, key=lambda row: row["peak"], default=None)
 
 
-def bytes_at_once(recipe: Recipe, stage: Stage, rows: int, attention: str, *, training: bool = True) -> int | None:
+def bytes_at_once(recipe: Recipe, stage: Stage, rows: int, kernels: str, *, training: bool = True) -> int | None:
     """What the compiled passes over so many rows hold at once, weights and their gradients aside; None: not measured.
 
     Of a graph that was measured with another number of rows, a share of that.
     """
-    found = compiled_graph(recipe, stage, attention, training=training)
+    found = compiled_graph(recipe, stage, kernels, training=training)
     return None if found is None else -(-found["peak"] * rows // found["rows"])
 
 
@@ -190,7 +190,7 @@ def validation_bytes(recipe: Recipe, machine: Machine, options: Options) -> int:
     v, last = recipe.validation, recipe.schedule.after(recipe.schedule.total)
     tokens, vocab = v.rows * v.length, recipe.model.vocab
     if machine.device.type == "cuda":
-        found = bytes_at_once(recipe, last, v.rows, machine.attention, training=False) if options.compile else None
+        found = bytes_at_once(recipe, last, v.rows, machine.kernels, training=False) if options.compile else None
         if found is not None:
             return found
         tokens = piece_rows(tokens, torch.empty(vocab, recipe.model.width, device="meta"))
