@@ -21,8 +21,8 @@ from torch._inductor.graph import GraphLowering
 from benchmarks.gpu.declared import WAITS, launches_of
 from speedrun.model.head import has_fp8_units
 
-# A gradient in 8 bits is made from a scaled copy in 16, and is transposed: 1.5 times the gradient at most. On a GPU without
-# units for such products it is there in 8 bits twice, and one of them is widened to 32: 3.2 times.
+# A gradient in 8 bits is made from a scaled copy in 16, and is transposed: 1.5 times the gradient at most. On a GPU
+# without units for such products it is there in 8 bits twice, and one of them is widened to 32: 3.2 times.
 SCRATCH, WIDENED = {"speedrun.fp8_product": 1.5, "speedrun.fp8_gradients": 1.5}, 3.2
 
 
