@@ -40,9 +40,9 @@ def copy(tmp_path: Path) -> Path:
 
 
 def rewrite(copy: Path, old: str, new: str) -> int:
-    """Replace `old` by `new` in all modules; the number of places."""
+    """Replace `old` by `new` in all modules and templates; the number of places."""
     found = 0
-    for file in copy.rglob("*.py"):
+    for file in (*copy.rglob("*.py"), *copy.rglob("templates/*.md")):
         text, count = re.subn(old, new, file.read_text(), flags=re.MULTILINE)
         file.write_text(text)
         found += count
