@@ -35,7 +35,7 @@ COMMANDS = {
     "compare": ("proving", "losses of several runs by step, token and second"),
     "report": ("proving", "one HTML page of a run, race, record, ablation or of all records"),
     "send": ("proving", "hand a run to tensorboard, wandb or trackio"),
-    "trace": ("proving", "what the processes of a run wait for, or would wait for"),
+    "trace": ("proving", "what the processes of a run wait for"),
     "doctor": ("telling", "what this machine will use, and what is missing"),
 }
 TRAINING = ("train", "sweep", "race", "challenge", "ablate")
@@ -58,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
         # On a GPU the batch grows during a run; blocks of memory that can grow leave fewer gaps. Read when torch loads.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch.profiler tells when it starts and stops; read as above
     args = sys.argv[1:] if argv is None else list(argv)
     lines = "\n".join(f"  {name:9} {text}" for name, (_, text) in COMMANDS.items())
     about = f"Train GPTs to a target validation loss as fast as this machine allows, and prove it.\n\n{lines}\n"
