@@ -8,7 +8,7 @@ hundred bytes on which ranks agree in each step, whose packets pass between thos
 bytes / bandwidth once all ranks launched it. Unless --bandwidth says otherwise, communicating in a step takes as long
 as its optimizers compute. All three run in the same processes, one step of each in turn. At the end the simulation says
 what it expects from steps without a slow link: each of them, with what every rank needed for every item, is carried out
-again on paper with the link added.
+again on paper with the link added. What a step did comes from torch.profiler, which slows all of them alike.
 """
 
 import argparse
@@ -29,15 +29,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile, record_function
 
+from benchmarks.simulate import Link, Rank, measured, simulate, traffic
+from benchmarks.timeline import timeline_svg
+from speedrun.files import write_atomic
 from speedrun.model.gpt import GPT
 from speedrun.optim.config import build_optimizer
-from speedrun.optim.interleave import Interleaved, Span
+from speedrun.optim.interleave import Interleaved
 from speedrun.optim.pipeline import ORDERS, Item, Team
-from speedrun.optim.simulate import Link, Rank, measured, simulate, traffic
 from speedrun.recipes import get_recipe
-from speedrun.train import trace
 from speedrun.train.config import Recipe, with_fields
+from speedrun.train.trace import Span, spans
 
 LENGTH = 128
 
@@ -96,7 +99,6 @@ class Entrant:
         self.name, self.team = name, team
         torch.manual_seed(0)
         self.model = GPT(recipe.model, LENGTH)
-        self.spans: list[Span] = []
         self.whole: list[float] = []  # seconds of each step
         self.after: list[float] = []  # of what follows its backward pass
         self.waited: list[float] = []  # for transfers
@@ -113,7 +115,7 @@ class Entrant:
             return
 
         def together(members: Any) -> Interleaved:
-            return Interleaved(self.model, members, order=name, process_group=team, trace=self.spans, buckets=buckets)
+            return Interleaved(self.model, members, order=name, process_group=team, buckets=buckets)
 
         self.optimizer = build_optimizer(self.model.named_parameters(), replace(recipe.optim, every=1), together)
 
@@ -126,21 +128,24 @@ class Entrant:
         return done
 
     def step(self) -> None:
-        self.spans.clear()
-        dist.barrier()
-        start = time.perf_counter()
-        self.forward(*self.batch, None, None, None, False, None).backward()
-        middle = time.perf_counter()
-        self.optimizer.step()
-        end = time.perf_counter()
+        with profile(activities=[ProfilerActivity.CPU]) as recorded:
+            dist.barrier()
+            start = time.perf_counter()
+            with record_function("compute: backward model"):
+                self.forward(*self.batch, None, None, None, False, None).backward()
+            middle = time.perf_counter()
+            self.optimizer.step()
+            end = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=True)
         self.whole.append(end - start)
         self.after.append(end - middle)
-        waits = [(s.item == "agreement", s.end - s.start) for s in self.spans if s.kind == "wait"]
+        found = spans(recorded)
+        late = start - next(s.start for s in found if s.item == "model")  # this clock is everybody's
+        found = [s._replace(start=s.start + late, end=s.end + late) for s in found]
+        waits = [(s.item == "agreement", s.end - s.start) for s in found if s.kind == "wait"]
         self.waited.append(sum(seconds for agreeing, seconds in waits if not agreeing))
         self.behind.append(sum(seconds for agreeing, seconds in waits if agreeing))
-        everything = [Span("compute", "model", "backward", start, middle), *self.spans]
-        self.recorded.append((middle, sorted(everything, key=lambda s: s.start)))
+        self.recorded.append((middle, found))
 
     def forget(self) -> None:
         for found in (self.whole, self.after, self.waited, self.behind, self.recorded):
@@ -173,9 +178,9 @@ def worker(rank: int, args: argparse.Namespace, meeting: str) -> None:
     items: list[Item] = sharded[0].optimizer.items  # type: ignore[union-attr]
     sent = sum(sum(traffic(item)) for item in items)
     computing = statistics.mean(
-        sum(s.end - s.start for s in spans if s.kind == "compute" and s.item not in ("model", "agreement"))
+        sum(s.end - s.start for s in did if s.kind == "compute" and s.item not in ("model", "agreement"))
         for entrant in sharded
-        for _, spans in entrant.recorded
+        for _, did in entrant.recorded
     )
     team.link.bandwidth = team.everybodys(args.bandwidth * 1e6 or sent / computing)[0]
     for entrant in entrants:
@@ -184,12 +189,10 @@ def worker(rank: int, args: argparse.Namespace, meeting: str) -> None:
     for _ in range(args.rounds):
         for entrant in entrants:
             entrant.step()
-    if args.traces:
-        for entrant in sharded:
-            ranks = trace.collect(team, {k: spans for k, (_, spans) in enumerate(entrant.recorded)})
-            if rank == 0:
-                args.traces.mkdir(parents=True, exist_ok=True)
-                trace.write(args.traces / f"{entrant.name}.json", ranks, {"recipe": recipe.name, "order": entrant.name})
+    if args.plot:
+        drawn = [(f"{e.name} order", [mine for _, mine in team.everybodys(e.recorded[-1])]) for e in sharded]
+        if rank == 0:
+            write_atomic(args.plot, timeline_svg(drawn))
     waits = [statistics.median(entrant.waited) for entrant in sharded]
     for entrant, everybody in zip(sharded, zip(*team.everybodys(waits), strict=True), strict=True):
         entrant.everybody = list(everybody)
@@ -218,10 +221,10 @@ def foretold(entrant: Entrant, step: Sequence[tuple[float, list[Span]]], link: L
     early = {item.label for item in optimizer.early}
     start = step[0][0]
     team = []
-    for middle, spans in step:
-        launched = {s.item: s.end - start for s in spans if s.kind == "launch" and s.op == "reduce" and s.item in early}
-        agreed = max((s.end for s in spans if s.item == "agreement"), default=middle)
-        team.append(Rank(measured(spans, optimizer.items, 1), launched, agreed - start))
+    for middle, did in step:
+        launched = {s.item: s.end - start for s in did if s.kind == "launch" and s.op == "reduce" and s.item in early}
+        agreed = max((s.end for s in did if s.item == "agreement"), default=middle)
+        team.append(Rank(measured(did, optimizer.items, 1), launched, agreed - start))
     first = simulate(optimizer.order, team, link, len(team))[0]
     waiting = sum(s.end - s.start for s in first if s.kind == "wait")
     return max(s.end for s in first), waiting
@@ -257,8 +260,8 @@ def mean_wait(entrant: Entrant) -> float:
 def longest(entrant: Entrant) -> str:
     """What was waited for most, with the mean milliseconds of a step."""
     total: dict[str, float] = defaultdict(float)
-    for _, spans in entrant.recorded:
-        for s in spans:
+    for _, did in entrant.recorded:
+        for s in did:
             if s.kind == "wait" and s.item != "agreement":
                 total[f"{s.item} {s.op}"] += 1e3 * (s.end - s.start) / len(entrant.recorded)
     first = sorted(total.items(), key=lambda pair: -pair[1])[:3]
@@ -273,7 +276,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--buckets", type=int, default=6)
     parser.add_argument("--bandwidth", type=float, default=0, help="MB/s; 0: as long as the optimizers compute")
-    parser.add_argument("--traces", type=Path, help="folder for a trace of each order, for `speedrun trace show`")
+    parser.add_argument("--plot", type=Path, help="draw the last step of each order into this SVG file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.start_processes(worker, (args, f"{folder}/meet"), args.ranks, start_method="spawn")

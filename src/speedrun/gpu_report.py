@@ -30,10 +30,9 @@ from speedrun.doctor import Finding
 from speedrun.files import write_atomic
 from speedrun.model.attention import Backend, attend, reference_attend
 from speedrun.model.head import fp8_linear
-from speedrun.optim.interleave import Span
 from speedrun.optim.pipeline import Team
 from speedrun.templates import markdown
-from speedrun.train import telemetry
+from speedrun.train import telemetry, trace
 from speedrun.train.clock import synchronize
 from speedrun.train.config import Options, Recipe
 from speedrun.train.device import Machine
@@ -259,11 +258,10 @@ def order_lines(trainer: Trainer) -> list[Line]:
     """The collectives of one step as each rank launched them: in another order on one of them NCCL would hang."""
     assert trainer.sharded is not None
     stage = trainer.recipe.schedule.at(0)
-    spans: list[Span] = []
-    trainer.sharded.trace = spans
     batch = trainer.made_up(stage.rows, stage.length, torch.Generator().manual_seed(SEED))
-    trainer.step(dataclasses.replace(stage, lr=1e-3), batch)
-    trainer.sharded.trace = None
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        trainer.step(dataclasses.replace(stage, lr=1e-3), batch)
+    spans = trace.spans(profiled)
     # The agreement goes through a group of its own.
     launched = [f"{span.op} {span.item}" for span in spans if span.kind == "launch" and span.item != "agreement"]
     waited = sum(span.end - span.start for span in spans if span.kind == "wait")

@@ -1,6 +1,7 @@
 """The sharded step: any number of ranks trains what one process would, in any order of operations."""
 
 from collections import defaultdict
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from speedrun.optim import Adam, Combined, Interleaved, Muon, NorMuon, Snoo
-from speedrun.optim.interleave import Span
 from speedrun.optim.pipeline import OPS, Matrices, Rows, Small, Team, eager, interleaved, plain
+from speedrun.train.trace import spans
 from tests.distributed.ranks import together
 
 STEPS = 6
@@ -78,8 +80,7 @@ def train(rank: int, size: int, order: str, dtype: torch.dtype, snoo: bool = Fal
     if rank:
         with torch.no_grad():
             net.embed.zero_()  # the constructor makes everybody equal to rank 0
-    trace: list[Span] = []
-    optimizer: Any = Interleaved(net, members(net), order=order, average="sum", trace=trace)  # type: ignore[arg-type]
+    optimizer: Any = Interleaved(net, members(net), order=order, average="sum")  # type: ignore[arg-type]
     inner, after = optimizer, []
     if snoo:
         optimizer = Snoo(optimizer, k=2)
@@ -88,13 +89,14 @@ def train(rank: int, size: int, order: str, dtype: torch.dtype, snoo: bool = Fal
         for row in mine[:-1]:
             with inner.no_sync():
                 backward(net, row[None], 7 * 8)
-        if len(mine):
-            backward(net, mine[-1:], 7 * 8)
-        optimizer.step()
+        with profile(activities=[ProfilerActivity.CPU]) if step == STEPS - 1 else nullcontext() as profiled:
+            if len(mine):
+                backward(net, mine[-1:], 7 * 8)
+            optimizer.step()
         optimizer.zero_grad()
         after.append(digest(net))
     real = sum(t.nbytes for m in inner.optimizers for s in m.state.values() for t in s.values() if torch.is_tensor(t))
-    return {"after": after, "trace": trace[-len(trace) // STEPS :], "bytes": real, "layout": layout(inner)}
+    return {"after": after, "trace": spans(profiled), "bytes": real, "layout": layout(inner)}
 
 
 def layout(optimizer: Interleaved) -> dict[str, list[str]]:

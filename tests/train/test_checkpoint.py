@@ -164,25 +164,6 @@ def test_same_step_is_replaced(tmp_path: Path) -> None:
     assert torch.equal(found.tensors["x"], torch.ones(3))
 
 
-def test_when_the_last_rename_fails_the_old_one_gets_its_name_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = save(tmp_path, 5)
-    replace = os.replace
-
-    def refuse(source: Any, target: Any) -> None:
-        if Path(target) == path and ".tmp-" in str(source):
-            raise OSError(errno.EIO, "Input/output error")
-        replace(source, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", refuse)
-        with pytest.raises(UserError, match="Input/output"):
-            save(tmp_path, 5)
-    assert steps(tmp_path) == ["step-000005"]
-    assert belongs(checkpoint.load(path)) == 5
-
-
 # --- damage ---------------------------------------------------------------------------------------
 
 

@@ -34,7 +34,7 @@ COMMANDS = {
     "ablate": ("proving", "what each switch of a recipe is worth"),
     "report": ("proving", "one HTML page of a run or several, a race, record, ablation or of all records"),
     "send": ("proving", "hand a run to tensorboard, wandb or trackio"),
-    "trace": ("proving", "what the processes of a run wait for, or would wait for"),
+    "trace": ("proving", "what the processes of a run wait for"),
     "doctor": ("telling", "what this machine will use, and what is missing"),
 }
 TRAINING = ("train", "sweep", "race", "challenge", "ablate")
@@ -73,9 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if speaks(e):
             print(f"speedrun: {' '.join(str(e).splitlines())}", file=sys.stderr)
         return 2
-    except RankLost as e:
-        if not e.told:
-            print(f"speedrun: {e}; all ranks end.", file=sys.stderr)
+    except RankLost:
         return 1
     except KeyboardInterrupt as e:
         print("speedrun: stopped", file=sys.stderr)

@@ -108,6 +108,5 @@ def send(args: Sequence[str]) -> int:
 def trace(args: Sequence[str]) -> int:
     actions: dict[str, Callable[[Sequence[str]], int]] = {
         "show": lambda rest: traces.show(parse(traces.Show, "trace show", rest), say),
-        "simulate": lambda rest: traces.simulate(parse(traces.Simulate, "trace simulate", rest), say),
     }
-    return dispatch("speedrun trace", actions, args, "Look at recorded steps, or foretell them.")
+    return dispatch("speedrun trace", actions, args, "Look at recorded steps.")

@@ -115,7 +115,7 @@ class Train:
     order: str = "eager"
     """With several processes: in which order a step exchanges and computes: eager, interleaved or plain."""
     trace: int = 0
-    """Record what every process does in so many steps, as trace.json in the run folder. `--trace` alone: 20 steps."""
+    """Record so many steps by torch.profiler, a file per process in the run folder. `--trace` alone: 20 steps."""
     curve: Annotated[str | None, unset("NAME|none")] = None
     """A record whose published validation losses are shown beside the run's own: normuon, interleaved...
     Default: that of the recipe itself, where it has one on this track."""

@@ -17,17 +17,21 @@ tables are cut by rows; small tensors are trained by everybody. Every item goes 
 
 In which order is a table, not code: see speedrun.optim.pipeline, or pass your own. Optimizer state exists once over
 all ranks. Any number of ranks will do, also one that gets no matrix or no row. Without a process group it is one rank.
+
+torch.profiler sees what a step does as ranges: `launch: reduce embed` (a transfer is prepared and sent off),
+`wait: update embed` (there is nothing to do until it arrives), `compute: update embed`, `copy: finish embed` (it is put
+into place).
 """
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
+from torch.profiler import record_function
 
 from speedrun.optim.base import NonFiniteGradient, SpeedrunOptimizer, States, Work, all_finite, copied, named, value_at
 from speedrun.optim.exact_bf16 import join
@@ -37,16 +41,6 @@ from speedrun.optim.pipeline import ORDERS, Item, Matrices, Order, Ref, Rows, Sm
 from speedrun.optim.polynomial import multiplications
 
 Loss = TypeVar("Loss")
-
-
-class Span(NamedTuple):
-    """Something the step did, for a trace. Times are of `time.perf_counter`."""
-
-    kind: Literal["launch", "wait", "compute", "copy", "transfer"]
-    item: str
-    op: str
-    start: float
-    end: float
 
 
 class Interleaved(Optimizer):
@@ -65,7 +59,6 @@ class Interleaved(Optimizer):
         replicate_below: tensors with fewer weights are trained by every rank.
         process_group: None takes the default one; without any, this is one rank. GPUs need a backend for small CPU
             tensors beside NCCL: init_process_group("cpu:gloo,cuda:nccl"). A `Team` whose methods are your own will do.
-        trace: a list that receives a `Span` for everything a step does.
 
     All ranks must step together. A parameter that has a gradient on some ranks only is trained with what they have.
     """
@@ -81,7 +74,6 @@ class Interleaved(Optimizer):
         buckets: int = 2,
         replicate_below: int = 1024,
         process_group: Any = None,
-        trace: list[Span] | None = None,
     ) -> None:
         if not optimizers:
             raise ValueError("Interleaved got no optimizers; pass at least one.")
@@ -94,7 +86,6 @@ class Interleaved(Optimizer):
             raise ValueError(f"buckets is {buckets}; it must be at least 1.")
         self.optimizers = list(optimizers)
         self.team = Team.of(process_group)
-        self.trace = trace
         names = {p: name for name, p in model.named_parameters()}
         self.refs = [
             Ref(names.get(p, name), p, member, group, index)  # type: ignore[call-overload]
@@ -201,7 +192,7 @@ class Interleaved(Optimizer):
     @torch.no_grad()
     def _launch(self, item: Item) -> None:
         if not item.launched:
-            with self._span("launch", item.label, "reduce"):
+            with record_function(f"launch: reduce {item.label}"):
                 item.reduce()
             item.launched = True
 
@@ -242,17 +233,17 @@ class Interleaved(Optimizer):
             if op == "reduce":
                 self._launch(item)
             elif op == "update":
-                with self._span("wait", label, op):
+                with record_function(f"wait: update {label}"):
                     item.wait()
-                with self._span("compute", label, op):
+                with record_function(f"compute: update {label}"):
                     self._update(item, has_gradient, finite)
             elif op == "gather":
-                with self._span("launch", label, op):
+                with record_function(f"launch: gather {label}"):
                     item.gather()
             else:
-                with self._span("wait", label, op):
+                with record_function(f"wait: finish {label}"):
                     item.wait()
-                with self._span("copy", label, op):
+                with record_function(f"copy: finish {label}"):
                     item.finish()
 
     def _update(self, item: Item, has_gradient: set[Tensor], finite: float | Tensor) -> None:
@@ -277,7 +268,7 @@ class Interleaved(Optimizer):
         self.optimizers[0]._raise_last()
         on_cpu, count = self.refs[0].param.device.type == "cpu", len(self.refs)
         there, bad, where = torch.zeros(count), torch.zeros(count), torch.zeros(self.team.size)
-        with self._span("compute", "agreement", "check"):
+        with record_function("compute: check agreement"):
             for k, ref in enumerate(self.refs):
                 g = ref.param.grad
                 there[k] = g is not None
@@ -286,11 +277,11 @@ class Interleaved(Optimizer):
                 if on_cpu and g is not None and not all_finite(g):
                     bad[k] = where[self.team.rank] = 1
         message = torch.cat([there.double(), bad.double(), where.double(), torch.tensor(numbers, dtype=torch.float64)])
-        with self._span("launch", "agreement", "reduce"):
+        with record_function("launch: reduce agreement"):
             arriving = self.team.tell(message)
         for item in [*self._queue, *(item for item in self.early if item not in self._queue)]:
             self._launch(item)
-        with self._span("wait", "agreement", "reduce"):
+        with record_function("wait: reduce agreement"):
             if arriving is not None:
                 arriving.wait()
         there, bad, where, sums = message.split([count, count, self.team.size, len(numbers)])
@@ -334,7 +325,7 @@ class Interleaved(Optimizer):
             self._launch(item)
         total = torch.zeros((), dtype=torch.float64)
         for item in self.items:
-            with self._span("wait", item.label, "reduce"):
+            with record_function(f"wait: reduce {item.label}"):
                 item.wait()
             if self.team.rank == 0 or not isinstance(item, Small):  # those are on every rank, and count once
                 total += float(item.summed().float().square().sum())
@@ -360,15 +351,6 @@ class Interleaved(Optimizer):
         if self._named_order == "eager":
             late = [item for item in self.items if item not in self.early]
             self.order = ORDERS["eager"]([*late, *reversed(self.early)])
-
-    @contextmanager
-    def _span(self, kind: Any, item: str, op: str) -> Iterator[None]:
-        if self.trace is None:
-            yield
-            return
-        start = time.perf_counter()
-        yield
-        self.trace.append(Span(kind, item, op, start, time.perf_counter()))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; reductions of a step that is not made after all are waited for and forgotten."""

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from speedrun.race.statistics import effect
-from speedrun.report import draw, page
+from speedrun.report import draw, page, traces
 from speedrun.report.curves import AXES, SECONDS, Curve, loss_range, series_of
 from speedrun.report.draw import INK, Frame, Series, chart, dot, line, picture, text
 from speedrun.report.page import Rows, Section
 from speedrun.report.schedules import schedule_svg
-from speedrun.report.timeline import timeline_svg
-from speedrun.report.traces import median_step
 from speedrun.train import trace
 from speedrun.train.config import Recipe, differences, fields_of
 from speedrun.train.schedule import ScheduleConfig
@@ -163,25 +161,11 @@ def settings(recipes: dict[str, Recipe]) -> Section:
 
 def timeline(folder: Path) -> Section | None:
     """The optimizer's steps, if they were traced."""
-    if not (folder / trace.FILE).exists():
+    found = trace.read(folder) if any(folder.glob(trace.FILES)) else []
+    if not found:
         return None
-    found = trace.read(folder)
-    step = median_step(found.ranks[0])
-    title = f"{len(found.ranks)} ranks, {found.about.get('order', '?')} order, step {step}"
-    rows: list[tuple[Any, ...]] = [("rank", "step ms", *(f"{kind} ms" for kind in trace.KINDS), "waiting, % of step")]
-    for rank, steps in enumerate(found.ranks):
-        s = trace.summarize(steps)
-        parts = (f"{1e3 * s.parts[kind]:.2f}" for kind in trace.KINDS)
-        rows.append((rank, f"{1e3 * s.step:.2f}", *parts, f"{100 * s.exposed:.1f}"))
-    data = [("rank", "step", "kind", "what", "phase", "start", "end")]
-    data += [
-        (str(rank), str(n), s.kind, s.item, s.op, f"{s.start:.6f}", f"{s.end:.6f}")
-        for rank, steps in enumerate(found.ranks)
-        for n, spans in steps.items()
-        for s in spans
-    ]
-    drawn = page.wide(timeline_svg([(title, found.ranks, step)]), f"one step of every rank: {title}")
-    return Section("timeline", "Optimizer timeline", [drawn, page.table(rows, "means over the traced steps")], data)
+    rows = traces.rows(found)
+    return Section("timeline", "Optimizer timeline", [page.table(rows, f"{traces.title(found)}: mean step")], rows)
 
 
 def facts(pairs: Sequence[tuple[str, Any]], caption: str) -> str:

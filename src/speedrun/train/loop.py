@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from speedrun.data.loader import Batch, Loader, Prefetcher, validation_batches
 from speedrun.data.shards import TokenFolder
@@ -33,7 +34,6 @@ from speedrun.model.head import describe_fp8
 from speedrun.optim import Interleaved, Snoo
 from speedrun.optim.base import NonFiniteGradient, SpeedrunOptimizer
 from speedrun.optim.config import build_optimizer, copy_state
-from speedrun.optim.interleave import Span
 from speedrun.optim.pipeline import Team
 from speedrun.train import checkpoint, scale, telemetry, trace
 from speedrun.train.clock import Clock, synchronize
@@ -106,8 +106,8 @@ class Trainer:
         self.model = GPT(recipe.model, recipe.context, machine.attention).to(self.device)
         if recipe.optim.weights != "float32":
             self.model.store_matrices(torch.bfloat16)
-        self.spans: list[Span] = []  # of the present step, if it is recorded
-        self.recorded: trace.Steps = {}
+        about = {"recipe": recipe.name, "order": options.order, "rank": self.team.rank, "ranks": self.team.size}
+        self.profiler = trace.recorder(self.device, options.trace, about) if options.trace else None
         self.optimizer = build_optimizer(
             self.model.named_parameters(),
             recipe.optim,
@@ -136,9 +136,8 @@ class Trainer:
 
     def shared(self, members: Sequence[SpeedrunOptimizer]) -> Interleaved:
         """Several optimizers as one over all ranks."""
-        spans = self.spans if self.options.trace else None
         divisor = scale.reduced_divisor(self.recipe)
-        return Interleaved(self.model, members, order=self.options.order, average=divisor, trace=spans)
+        return Interleaved(self.model, members, order=self.options.order, average=divisor)
 
     def say(self, line: str) -> None:
         self.folder.log(line)
@@ -222,15 +221,6 @@ class Trainer:
             self.stop_signal = int(numbers / asked)
         return total
 
-    @contextlib.contextmanager
-    def span(self, item: str, op: str) -> Iterator[None]:
-        """Something that this rank computes, for the trace."""
-        start = time.perf_counter()
-        yield
-        if self.options.trace:
-            synchronize(self.device)
-            self.spans.append(Span("compute", item, op, start, time.perf_counter()))
-
     def micro_loss(self, batch: Batch, stage: Stage) -> Tensor:
         """Summed loss of some rows. With gradients it weighs the predicted tokens as the stage says."""
         documents = document_numbers(batch)
@@ -264,7 +254,7 @@ class Trainer:
 
     def step(self, stage: Stage, batch: Batch) -> float:
         self.model.stretch(stage.windows_so_far)
-        with self.span("model", "backward"):
+        with record_function("compute: backward model"):
             loss = self.gradients(batch, stage)
         loss = self.agreed(loss)
         if not math.isfinite(loss):
@@ -277,7 +267,7 @@ class Trainer:
         self.set_rates(stage)
         try:
             self.at(f"training the weights in step {stage.step}")
-            with contextlib.nullcontext() if self.sharded else self.span("all", "update"):
+            with contextlib.nullcontext() if self.sharded else record_function("compute: update all"):
                 self.optimizer.step()
         except NonFiniteGradient as e:
             raise NonFiniteLoss(f"the loss of step {stage.step} is finite, but a gradient is not: {e}") from e
@@ -509,7 +499,11 @@ class Trainer:
         status: Status = "ok"
         reason: str | None = None
         try:
-            with self.signals(), contextlib.closing(self.batches()) as batches:
+            with (
+                self.signals(),
+                self.profiler or contextlib.nullcontext(),
+                contextlib.closing(self.batches()) as batches,
+            ):
                 losses = self.loop(batches)
         except NonFiniteLoss as e:
             status, reason = "failed", str(e)
@@ -522,8 +516,8 @@ class Trainer:
         if status == "ok" and not math.isfinite(losses[self.options.splits[0]]):
             status, reason = "failed", "the final validation loss is not finite"
             losses = {}
-        if status == "ok" and self.options.trace:
-            self.write_trace()
+        if status == "ok" and self.profiler:
+            self.say(f"trace of every rank, such as {trace.write(self.profiler, self.folder.path, self.team.rank)}")
         if status == "ok" and self.options.final_checkpoint and self.start < self.steps:  # else it is there already
             self.save(self.steps)
         result = Result(
@@ -560,10 +554,10 @@ class Trainer:
             self.at(f"reading the batch of step {s}")
             batch = batches.next()
             self.at(f"computing step {s}")
-            self.spans.clear()
-            loss = self.step(stage, batch)
-            if self.start < s <= self.start + self.options.trace:  # the first one of a run is not like the others
-                self.recorded[s] = sorted(self.spans, key=lambda span: span.start)
+            with record_function(f"step {s}"):
+                loss = self.step(stage, batch)
+            if self.profiler:
+                self.profiler.step()
             self.loader_state = batch.state
             self.tokens_seen += stage.tokens
             self.log_step(stage, loss)
@@ -579,13 +573,6 @@ class Trainer:
                     raise Interrupted
         self.clock.stop()
         return losses
-
-    def write_trace(self) -> None:
-        ranks = trace.collect(self.team, self.recorded)
-        if self.team.rank == 0 and self.recorded:
-            about = {"recipe": self.recipe.name, "track": self.recipe.track, "order": self.options.order}
-            trace.write(self.folder.path / trace.FILE, ranks, about)
-            self.say(f"trace of {len(self.recorded)} steps in {self.folder.path / trace.FILE}")
 
     def log_step(self, stage: Stage, loss: float) -> None:
         done, seconds = stage.step + 1, self.clock.seconds

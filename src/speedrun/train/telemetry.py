@@ -2,20 +2,25 @@
 
 A time means little without the machine it was taken on: how many cores were really usable, what else was
 running, how hot and how fast the chip was. Whatever a machine does not tell is left out of the answer, and
-nothing here can make a run fail. `nvidia-smi` takes a good part of a second: ask outside the clock.
+nothing here can make a run fail. psutil knows most of it, and nvidia-ml-py (in the `gpu` extra) the NVIDIA GPUs.
 """
 
-import os
+import contextlib
+import importlib
 import platform
 import re
-import shutil
+import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
+
+from speedrun.train.load import usable_cores
 
 _MIB = 1024 * 1024
 _PROC = Path("/proc")
@@ -24,61 +29,56 @@ _SYS = Path("/sys")
 # Drivers whose temperatures are the processor's; others are disks, network cards, batteries.
 _CPU_SENSORS = re.compile(r"coretemp|k10temp|zenpower|cpu_?thermal|x86_pkg_temp|cpu\S*|soc\S*", re.IGNORECASE)
 
-# nvidia-smi's name of a field: ours
-_GPU_FIELDS = {
-    "name": "name",
-    "driver_version": "driver",
-    "memory.total": "memory_total_mib",
-    "memory.used": "memory_used_mib",
-    "utilization.gpu": "utilisation_percent",
-    "clocks.sm": "sm_clock_mhz",
-    "clocks.mem": "memory_clock_mhz",
-    "power.draw": "power_watt",
-    "temperature.gpu": "temperature_c",
-}
-
 
 def snapshot() -> dict[str, Any]:
     """The machine right now. Every key but `taken` may be absent."""
-    return _present(
-        {
-            "taken": datetime.now(UTC).isoformat(timespec="seconds"),
-            "cpu_model": cpu_model(),
-            "cpu_logical_cores": _usable_cores(),
-            "cpu_physical_cores": _physical_cores(),
-            "cpu_quota_cores": _quota_cores(),
-            "cpu_clock_mhz": _clock_mhz(),
-            "cpu_temperature_c": _temperature_c(),
-            "load_average": _load_average(),
-            **_memory_mib(),
-            "process_mib": _process_mib(),
-            **_torch_cuda(),
-            "gpus": _nvidia_smi(),
-        }
-    )
+    return {
+        "taken": datetime.now(UTC).isoformat(timespec="seconds"),
+        **_told(
+            {
+                "cpu_model": cpu_model,
+                "cpu_logical_cores": usable_cores,
+                "cpu_physical_cores": lambda: min(psutil.cpu_count(logical=False), usable_cores()),
+                "cpu_quota_cores": _quota_cores,
+                "cpu_clock_mhz": lambda: round(psutil.cpu_freq().current, 1) or None,
+                "cpu_temperature_c": _temperature_c,
+                "load_average": lambda: list(psutil.getloadavg()),
+                "memory_total_mib": lambda: psutil.virtual_memory().total / _MIB,
+                "memory_available_mib": lambda: psutil.virtual_memory().available / _MIB,
+                "process_mib": lambda: psutil.Process().memory_info().rss / _MIB,
+                "gpus": _gpus,
+            }
+        ),
+        **_torch_cuda(),
+    }
+
+
+def _told(questions: dict[str, Callable[[], Any]]) -> dict[str, Any]:
+    """The answers of those that have one."""
+    answers = {}
+    for key, question in questions.items():
+        with contextlib.suppress(Exception):
+            answers[key] = question()
+    return {key: value for key, value in answers.items() if value not in (None, [])}
 
 
 def peak_memory_mib(device: torch.device | str) -> dict[str, float]:
     """The most memory this process ever had: resident, and what torch took on `device` if that is a GPU."""
     device = torch.device(device)
-    peak: dict[str, float] = {}
-    resident = _peak_resident_mib()
-    if resident is not None:
-        peak["resident"] = resident
+    peak = {"resident": _peak_resident_mib()}
     if device.type == "cuda" and torch.cuda.is_available():
         peak["cuda_allocated"] = torch.cuda.max_memory_allocated(device) / _MIB
         peak["cuda_reserved"] = torch.cuda.max_memory_reserved(device) / _MIB
     return peak
 
 
-def memory_bytes(device: torch.device, root: Path = _SYS) -> int | None:
+def memory_bytes(device: torch.device, root: Path = _SYS) -> int:
     """All memory that a run on `device` may use: the GPU's, or the machine's, or less where a container is limited."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    limits = [mib * _MIB for mib in (_memory_mib()["memory_total_mib"],) if mib is not None]
-    granted = _read(root / "fs/cgroup/memory.max") or ""
-    limits += [int(granted)] if granted.isdigit() else []
-    return int(min(limits)) if limits else None
+    there: int = psutil.virtual_memory().total
+    granted = _read(root / "fs/cgroup/memory.max")
+    return min(there, int(granted)) if granted.isdigit() else there
 
 
 def summary(snapshot: dict[str, Any]) -> str:
@@ -110,188 +110,68 @@ def summary(snapshot: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _present(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if value not in (None, {}, [])}
-
-
-def _read(path: Path) -> str | None:
-    """A small file of /proc or /sys. Sensors can be listed and yet refuse to be read."""
+def _read(path: Path) -> str:
+    """A small file of /proc or /sys; nothing where there is none."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:
-        return None
-
-
-def _read_number(path: Path) -> float | None:
-    try:
-        return float(_read(path) or "")
-    except ValueError:
-        return None
-
-
-def _ask(*command: str, timeout: float = 5.0) -> str | None:
-    """What a program prints; None when it is absent, fails or hangs."""
-    if shutil.which(command[0]) is None:
-        return None
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
-# --- the processor --------------------------------------------------------------------------------
+        return ""
 
 
 def cpu_model() -> str | None:
     if sys.platform == "darwin":
-        return _ask("sysctl", "-n", "machdep.cpu.brand_string")
-    names = _field(_read(_PROC / "cpuinfo") or "", "model name", "Model", "cpu model", "Hardware")
-    return names or platform.processor() or platform.machine() or None
-
-
-def _field(text: str, *names: str) -> str | None:
-    """The first `name : value` of a text like /proc/cpuinfo; earlier names win."""
-    for name in names:
-        found = re.search(rf"^{re.escape(name)}\s*:\s*(\S.*)$", text, re.MULTILINE)
+        name = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.run(name, capture_output=True, text=True, check=False).stdout.strip() or None
+    text = _read(_PROC / "cpuinfo")
+    for name in ("model name", "Model", "cpu model", "Hardware"):
+        found = re.search(rf"^{name}\s*:\s*(\S.*)$", text, re.MULTILINE)
         if found:
             return found[1].strip()
-    return None
-
-
-def _usable() -> set[int] | None:
-    """Which cores this process may run on, where the system can say so."""
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-
-
-def _usable_cores() -> int | None:
-    usable = _usable()
-    return len(usable) if usable is not None else os.cpu_count()
-
-
-def _physical_cores(root: Path = _SYS) -> int | None:
-    if sys.platform == "darwin":
-        answer = _ask("sysctl", "-n", "hw.physicalcpu") or ""
-        return int(answer) if answer.isdigit() else None
-    # Logical cores of one physical core list the same siblings.
-    siblings = {_read(root / f"devices/system/cpu/cpu{n}/topology/thread_siblings_list") for n in _usable() or ()} - {
-        None
-    }
-    return len(siblings) or None
+    return platform.processor() or platform.machine() or None
 
 
 def _quota_cores(root: Path = _SYS) -> float | None:
     """A container's limit, in cores: the system may show all cores and grant two."""
-    quota, _, period = (_read(root / "fs/cgroup/cpu.max") or "").partition(" ")
+    quota, _, period = _read(root / "fs/cgroup/cpu.max").partition(" ")
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
 
 
-def _load_average() -> list[float] | None:
-    try:
-        return list(os.getloadavg())
-    except (OSError, AttributeError):
-        return None
+def _temperature_c() -> float | None:
+    """The hottest of the processor's sensors."""
+    found = psutil.sensors_temperatures().items()
+    return max((s.current for chip, sensors in found if _CPU_SENSORS.fullmatch(chip) for s in sensors), default=None)
 
 
-def _clock_mhz(proc: Path = _PROC, root: Path = _SYS) -> float | None:
-    """The mean clock of all cores."""
-    clocks = [float(mhz) for mhz in re.findall(r"^cpu MHz\s*:\s*(\d+\.?\d*)", _read(proc / "cpuinfo") or "", re.M)]
-    if not clocks:
-        files = sorted(root.glob("devices/system/cpu/cpu[0-9]*/cpufreq/scaling_cur_freq"))
-        clocks = [khz / 1000 for khz in map(_read_number, files) if khz]
-    return round(sum(clocks) / len(clocks), 1) if clocks else None
-
-
-def _temperature_c(root: Path = _SYS) -> float | None:
-    """The hottest of the processor's sensors; the files hold thousandths of a degree."""
-    files = [
-        file
-        for chip in root.glob("class/hwmon/hwmon*")
-        if _CPU_SENSORS.fullmatch(_read(chip / "name") or "")
-        for file in chip.glob("temp*_input")
-    ] + [
-        zone / "temp"
-        for zone in root.glob("class/thermal/thermal_zone*")
-        if _CPU_SENSORS.fullmatch(_read(zone / "type") or "")
-    ]
-    degrees = [value / 1000 for value in map(_read_number, files) if value is not None]
-    return max(degrees, default=None)
-
-
-# --- memory ---------------------------------------------------------------------------------------
-
-
-def _memory_mib() -> dict[str, float | None]:
-    if sys.platform == "darwin":
-        total = _ask("sysctl", "-n", "hw.memsize") or ""
-        return {
-            "memory_total_mib": int(total) / _MIB if total.isdigit() else None,
-            "memory_available_mib": _mac_available_mib(_ask("vm_stat") or ""),
-        }
-    text = _read(_PROC / "meminfo") or ""
-    return {
-        "memory_total_mib": _kib_line(text, "MemTotal"),
-        "memory_available_mib": _kib_line(text, "MemAvailable"),
-    }
-
-
-def _kib_line(text: str, name: str) -> float | None:
-    """`name:  1234 kB` as MiB."""
-    kib = re.fullmatch(r"(\d+) kB", _field(text, name) or "")
-    return int(kib[1]) / 1024 if kib else None
-
-
-def _mac_available_mib(vm_stat: str) -> float | None:
-    """What macOS can hand out at once: free, inactive and speculative pages."""
-    page = re.search(r"page size of (\d+) bytes", vm_stat)
-    pages = [re.search(rf"^Pages {kind}:\s*(\d+)", vm_stat, re.M) for kind in ("free", "inactive", "speculative")]
-    if page is None or pages[0] is None:
-        return None
-    return sum(int(found[1]) for found in pages if found) * int(page[1]) / _MIB
-
-
-def _process_mib() -> float | None:
-    if sys.platform == "darwin":
-        kib = _ask("ps", "-o", "rss=", "-p", str(os.getpid())) or ""
-        return int(kib) / 1024 if kib.isdigit() else None
-    return _kib_line(_read(_PROC / "self/status") or "", "VmRSS")
-
-
-def _peak_resident_mib() -> float | None:
+def _peak_resident_mib() -> float:
     # Linux first says it for this program alone; getrusage would start from the size of whoever started it.
-    own = _kib_line(_read(_PROC / "self/status") or "", "VmHWM")
-    if own is not None:
-        return own
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
+    own = re.search(r"^VmHWM:\s*(\d+) kB", _read(_PROC / "self/status"), re.MULTILINE)
+    if own:
+        return int(own[1]) / 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / _MIB if sys.platform == "darwin" else peak / 1024  # bytes there, KiB elsewhere
 
 
-# --- GPUs -----------------------------------------------------------------------------------------
+def _gpus() -> list[dict[str, Any]]:
+    """All NVIDIA GPUs of the machine. Other than torch, this starts no context on one."""
+    nvml: Any = importlib.import_module("pynvml")
+    nvml.nvmlInit()
 
+    def told(gpu: Any) -> dict[str, Any]:
+        return _told(
+            {
+                "name": lambda: nvml.nvmlDeviceGetName(gpu),
+                "driver": nvml.nvmlSystemGetDriverVersion,
+                "memory_total_mib": lambda: nvml.nvmlDeviceGetMemoryInfo(gpu).total / _MIB,
+                "memory_used_mib": lambda: nvml.nvmlDeviceGetMemoryInfo(gpu).used / _MIB,
+                "utilisation_percent": lambda: float(nvml.nvmlDeviceGetUtilizationRates(gpu).gpu),
+                "sm_clock_mhz": lambda: float(nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM)),
+                "memory_clock_mhz": lambda: float(nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM)),
+                "power_watt": lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
+                "temperature_c": lambda: float(nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)),
+            }
+        )
 
-def _nvidia_smi() -> list[dict[str, Any]]:
-    answer = _ask("nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits")
-    return _parse_nvidia_smi(answer or "")
-
-
-def _parse_nvidia_smi(answer: str) -> list[dict[str, Any]]:
-    gpus = []
-    for line in answer.splitlines():
-        cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) != len(_GPU_FIELDS):
-            continue
-        gpu: dict[str, Any] = {}
-        for key, cell in zip(_GPU_FIELDS.values(), cells, strict=True):
-            if key in ("name", "driver"):
-                gpu[key] = cell
-            elif re.fullmatch(r"-?\d+(\.\d+)?", cell):  # others read [N/A] or [Not Supported]
-                gpu[key] = float(cell)
-        gpus.append(gpu)
-    return gpus
+    return [told(nvml.nvmlDeviceGetHandleByIndex(k)) for k in range(nvml.nvmlDeviceGetCount())]
 
 
 def _torch_cuda() -> dict[str, Any]:

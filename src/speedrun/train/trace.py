@@ -1,144 +1,135 @@
-"""What every rank did, second by second: recorded by `speedrun train --trace`, opened by Perfetto or Chrome.
+"""What every rank did in some steps, by torch.profiler: a file per rank in the run folder, which Perfetto opens.
 
-A trace file has one process per rank. Its spans are compute, launch (a transfer is prepared and sent off), wait (there
-is nothing to do until one arrives) and copy (what arrived is put into place). What lies between launch and arrival is
-drawn as travelling beside them.
+    speedrun train --nproc 2 --trace
+    speedrun trace show runs/<folder>
+
+Beside what torch records by itself, a file has the ranges of the loop (`step 7`, `compute: backward model`) and of the
+sharded step, which speedrun.optim.interleave explains.
 """
 
-import platform
-import time
+import gzip
+import json
+import os
+import re
+import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from speedrun.errors import UserError
-from speedrun.files import read_json, write_json
-from speedrun.optim.interleave import Span
-from speedrun.optim.pipeline import Team
+from speedrun.files import explained, read_bytes
 
-FILE = "trace.json"
+FILES = "trace-rank*.json.gz"
+WAY_OUT = "Record a trace with `speedrun train --trace`."
 KINDS = ("compute", "launch", "wait", "copy")
-Steps = dict[int, list[Span]]  # by step
+GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise torch.profiler tells on stderr when it starts and stops
 
 
-@dataclass(frozen=True)
-class Trace:
-    """Steps of every rank, in seconds from the first span on."""
+class Span(NamedTuple):
+    """A range of the sharded step, in seconds from when the profiler began."""
 
-    ranks: list[Steps]
-    about: Mapping[str, Any]
+    kind: str
+    item: str
+    op: str
+    start: float
+    end: float
 
 
-def collect(team: Team, steps: Steps) -> list[Steps]:
-    """Everybody's steps on one time line. All ranks call this; clocks of one machine agree by themselves."""
-    team.everybodys(None)
-    now = team.everybodys((platform.node(), time.perf_counter()))
-    host, start = now[0]
+def recorder(device: torch.device, steps: int, about: Mapping[str, Any]) -> profile:
+    """Records so many steps, all but the first one of a run, which is not like the others."""
+    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]
+    made = profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=steps, repeat=1))
+    made.preset_metadata_json("speedrun", json.dumps(about))
+    return made
+
+
+def write(recorded: profile, folder: Path, rank: int) -> Path:
+    file = folder / FILES.replace("*", str(rank))
+    with explained(file):
+        folder.mkdir(parents=True, exist_ok=True)  # rank 0 may have made it on another machine
+        recorded.export_chrome_trace(str(file))
+    return file
+
+
+def spans(recorded: profile) -> list[Span]:
+    """What the sharded step did, in the order in which it began."""
     found = []
-    for (where, theirs), recorded in zip(now, team.everybodys(steps), strict=True):
-        late = 0.0 if where == host else theirs - start
-        found.append({s: [span._replace(start=span.start - late, end=span.end - late) for span in spans]
-                      for s, spans in recorded.items()})  # fmt: skip
+    for event in recorded.events() or ():
+        kind, _, what = event.name.partition(": ")
+        if kind in KINDS:
+            op, _, item = what.partition(" ")
+            found.append(Span(kind, item, op, event.time_range.start / 1e6, event.time_range.end / 1e6))
     return found
-
-
-def write(path: Path, ranks: Sequence[Steps], about: Mapping[str, Any]) -> None:
-    """As Chrome's JSON of trace events, microseconds from the first span on."""
-    zero = min(span.start for steps in ranks for spans in steps.values() for span in spans)
-    events: list[dict[str, Any]] = []
-    for rank, steps in enumerate(ranks):
-        events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
-        for step, spans in steps.items():
-            for span in spans:
-                events.append(
-                    {
-                        "ph": "X",
-                        "name": f"{span.item} {span.op}",
-                        "cat": span.kind,
-                        "pid": rank,
-                        "tid": 0,
-                        "ts": 1e6 * (span.start - zero),
-                        "dur": 1e6 * (span.end - span.start),
-                        "args": {"step": step, "item": span.item, "op": span.op},
-                    }
-                )
-            for number, (item, op, start, end) in enumerate(flights(spans)):
-                same = {
-                    "cat": "travelling",
-                    "name": f"{item} {op}",
-                    "pid": rank,
-                    "tid": 1,
-                    "id": f"{rank}.{step}.{number}",
-                }
-                events.append({"ph": "b", "ts": 1e6 * (start - zero), **same})
-                events.append({"ph": "e", "ts": 1e6 * (end - zero), **same})
-    content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {**about, "ranks": len(ranks)}}
-    write_json(path, content)
-
-
-def flights(spans: Sequence[Span]) -> list[tuple[str, str, float, float]]:
-    """(item, operation, launched, known to have arrived) of everything that travelled in a step."""
-    under_way: dict[str, tuple[str, float]] = {}
-    found = []
-    for span in spans:
-        if span.kind == "launch":
-            under_way[span.item] = span.op, span.end
-        elif span.kind == "wait" and span.item in under_way:
-            op, start = under_way.pop(span.item)
-            found.append((span.item, op, start, span.end))
-    return found
-
-
-def read(path: Path) -> Trace:
-    """A trace file, or the one in a run folder."""
-    file = path / FILE if path.is_dir() else path
-    content = read_json(file, dict, "Record a trace with `speedrun train --trace`.")
-    try:
-        if content["otherData"]["ranks"] > 1 + len(content["traceEvents"]):
-            raise ValueError("more ranks than events")
-        ranks: list[Steps] = [defaultdict(list) for _ in range(content["otherData"]["ranks"])]
-        for e in content["traceEvents"]:
-            if e["ph"] == "X":
-                start = e["ts"] / 1e6
-                span = Span(e["cat"], e["args"]["item"], e["args"]["op"], start, start + e["dur"] / 1e6)
-                ranks[e["pid"]][e["args"]["step"]].append(span)
-    except (KeyError, TypeError, ValueError, IndexError) as e:
-        raise UserError(f"{file} is not a trace that `speedrun train --trace` wrote; record it again.") from e
-    if not ranks or not all(ranks):
-        raise UserError(f"{file} has no steps in it; record it again.")
-    return Trace(ranks, content["otherData"])
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Mean seconds of a rank's step, and of its parts; `after` is what follows the backward pass."""
+    """A mean step of one rank, in seconds."""
 
+    about: Mapping[str, Any]
+    steps: int
     step: float
-    parts: Mapping[str, float]
-    after: float
-
-    @property
-    def exposed(self) -> float:
-        """Share of the step spent waiting."""
-        return self.parts["wait"] / self.step
-
-    @property
-    def exposed_after(self) -> float:
-        """Share of what follows the backward pass spent waiting."""
-        return self.parts["wait"] / self.after if self.after else 0.0
+    waiting: float
+    """In which nothing was computed because of a transfer."""
+    longest: list[tuple[str, float]]
+    """What was waited for, the longest first."""
 
 
-def summarize(steps: Steps) -> Summary:
-    parts = dict.fromkeys(KINDS, 0.0)
-    whole = after = 0.0
-    for spans in steps.values():
-        start, end = min(s.start for s in spans), max(s.end for s in spans)
-        backward = max((s.end for s in spans if s.op == "backward"), default=start)
-        whole, after = whole + end - start, after + end - backward
-        for s in spans:
-            if s.kind in parts:
-                parts[s.kind] += s.end - s.start
-    n = len(steps)
-    return Summary(whole / n, {kind: seconds / n for kind, seconds in parts.items()}, after / n)
+def read(path: Path) -> list[Summary]:
+    """Of a trace file, or of all ranks of a run folder."""
+    files = sorted(path.glob(FILES)) if path.is_dir() else [path]
+    if not files:
+        raise UserError(f"{path} has no trace. {WAY_OUT}")
+    found = []
+    for file in files:
+        content = read_bytes(file, WAY_OUT)
+        try:
+            found.append(summarize(json.loads(gzip.decompress(content))))
+        except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as e:
+            raise UserError(f"{file} is not a trace that `speedrun train --trace` wrote; record it again.") from e
+        except ZeroDivisionError as e:
+            raise UserError(f"{file} has no steps in it; record it again.") from e
+    return sorted(found, key=lambda summary: int(summary.about["rank"]))
+
+
+def summarize(content: Mapping[str, Any]) -> Summary:
+    """A GPU waits while a kernel of NCCL runs, or the host waits, and no other kernel does; a CPU while the host waits.
+
+    On a GPU the host's own waits for NCCL are short, whatever the transfer takes: they only order the streams.
+    """
+    events = [(e["name"], e.get("cat"), e["ts"], e["ts"] + e["dur"]) for e in content["traceEvents"] if e["ph"] == "X"]
+    steps = [(a, b) for name, cat, a, b in events if cat == "user_annotation" and re.fullmatch(r"step \d+", name)]
+    transfers: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    computing = []
+    for name, cat, a, b in events:
+        if (cat == "user_annotation" and name.startswith("wait: ")) or (cat == "kernel" and name.startswith("nccl")):
+            if any(start <= a < end for start, end in steps):
+                transfers[name.removeprefix("wait: ").partition("(")[0]].append((a, b))
+        elif cat in GPU_WORK:
+            computing.append((a, b))
+
+    def exposed(intervals: Sequence[tuple[float, float]]) -> float:
+        return (covered([*intervals, *computing]) - covered(computing)) / len(steps) / 1e6
+
+    return Summary(
+        content["speedrun"],
+        len(steps),
+        sum(b - a for a, b in steps) / len(steps) / 1e6,
+        exposed([interval for found in transfers.values() for interval in found]),
+        sorted(((name, exposed(found)) for name, found in transfers.items()), key=lambda pair: -pair[1]),
+    )
+
+
+def covered(intervals: Sequence[tuple[float, float]]) -> float:
+    """The length of what lies in any of them."""
+    total, last = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, last))
+        last = max(last, end)
+    return total

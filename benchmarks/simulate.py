@@ -2,18 +2,34 @@
 
 A rank does one thing after the other, as the order says; transfers pass the link one after the other, in the order in
 which they were launched, each as soon as the last rank has launched it. The result is a list of `Span`s for every rank,
-as a real step records them. For machines that are not here, one rank stands for all: the one with the most work.
+as torch.profiler sees them in a real step. For machines that are not here, one rank stands for all: the one with the
+most work.
+
+    python -m benchmarks.simulate --recipe interleaved --track short --gpus 8 64 --link 450GB
 """
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
+import tyro
 
-from speedrun.optim.interleave import Interleaved, Span
-from speedrun.optim.pipeline import Item, Matrices, Order, Rows, Team
+from benchmarks.timeline import timeline_svg
+from speedrun.errors import UserError
+from speedrun.files import write_atomic
+from speedrun.model.gpt import GPT, flops_per_token
+from speedrun.optim.config import build_optimizer
+from speedrun.optim.interleave import Interleaved
+from speedrun.optim.pipeline import ORDERS, Item, Matrices, Order, Rows, Team
 from speedrun.optim.polynomial import multiplications
+from speedrun.recipes import get_recipe
+from speedrun.train.config import Recipe
+from speedrun.train.trace import Span
 
 
 @dataclass(frozen=True)
@@ -126,7 +142,7 @@ def simulate(order: Order, team: Sequence[Rank], link: Link, size: int) -> list[
     def spend(kind: str, label: str, op: str, seconds: Sequence[float]) -> None:
         for k, duration in enumerate(seconds):
             if duration > 0:
-                spans[k].append(Span(kind, label, op, now[k], now[k] + duration))  # type: ignore[arg-type]
+                spans[k].append(Span(kind, label, op, now[k], now[k] + duration))
                 now[k] += duration
 
     for label, when in sorted(early.items(), key=lambda pair: pair[1]):
@@ -156,4 +172,105 @@ def on_ranks(optimizer: Interleaved, ranks: int, buckets: int = 2, replicate_bel
     return optimizer
 
 
-__all__ = ["Cost", "Link", "Rank", "Speed", "costs", "measured", "on_ranks", "simulate", "traffic"]
+# ------------------------------------------------------------------------------------------- the command
+
+
+@dataclass(frozen=True)
+class Simulate:
+    """What the sharded step would wait for on machines that are not here."""
+
+    recipe: str = "interleaved"
+    """Whose model and optimizers."""
+    track: str = "short"
+    """At the size of which track."""
+    gpus: tuple[int, ...] = (8,)
+    """How many ranks; several numbers give several lines."""
+    link: str = "450GB"
+    """Bytes per second that a rank can send, with kB, MB, GB or TB."""
+    latency: float = 5e-6
+    """Seconds for each hop of a collective."""
+    flops: float = 300e12
+    """Floating-point operations per second of one rank, in matrix products."""
+    memory: str = "2TB"
+    """Bytes per second of a rank's memory."""
+    buckets: int = 2
+    """In how many parts the matrices travel."""
+    plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.svg", help_behavior_hint="")] = None
+    """Draw the steps of the first number of ranks into this file."""
+
+
+def run(given: Simulate, say: Callable[[str], object] = print) -> None:
+    recipe = get_recipe(given.recipe, given.track)
+    link, speed = (
+        Link(bytes_of(given.link, "--link"), given.latency),
+        Speed(given.flops, bytes_of(given.memory, "--memory")),
+    )
+    for name, value in (("latency", given.latency), ("flops", given.flops), ("buckets", given.buckets)):
+        if value < (0 if name == "latency" else 1):
+            raise UserError(f"--{name} is {value:g}; it must be {'at least 0' if name == 'latency' else 'positive'}.")
+    say(f"{recipe.name} at {recipe.track} size; link {given.link}/s, latency {given.latency:g} s, "
+        f"{given.flops:g} FLOP/s, memory {given.memory}/s: assumed, not measured")  # fmt: skip
+    say("  ranks  order         backward ms  after it ms  computing ms  waiting ms  waiting/after backward")
+    panels = []
+    for ranks in given.gpus:
+        if ranks < 2:
+            raise UserError(f"--gpus is {ranks}; one rank waits for nobody, so give at least 2.")
+        for name in ORDERS:
+            spans, backward = step_on(recipe, name, ranks, link, speed, given.buckets)
+            after = max(s.end for s in spans if s.kind != "transfer")
+            computing, waiting = (sum(s.end - s.start for s in spans if s.kind == kind) for kind in ("compute", "wait"))
+            ms = [1e3 * x for x in (backward, after, computing - backward, waiting)]
+            line = f"  {ranks:5}  {name:12}  {ms[0]:11.3f}  {ms[1]:11.3f}  {ms[2]:12.3f}  {ms[3]:10.3f}"
+            say(f"{line}  {100 * waiting / after:20.1f} %")
+            if ranks == given.gpus[0]:
+                panels.append((f"{recipe.name} at {recipe.track} size, {ranks} ranks, {name} order", [spans]))
+    if given.plot is not None:
+        write_atomic(given.plot, timeline_svg(panels))
+        say(f"drawn in {given.plot}")
+
+
+def step_on(recipe: Recipe, order: str, ranks: int, link: Link, speed: Speed, buckets: int) -> tuple[list[Span], float]:
+    """One foretold step and the seconds of its backward pass, in which the reductions of tables begin."""
+    with torch.device("meta"):
+        model = GPT(recipe.model, 16)
+        if recipe.optim.weights != "float32":
+            model.store_matrices(torch.bfloat16)
+    made: list[Interleaved] = []
+
+    def together(members: Sequence[Any]) -> Interleaved:
+        made.append(on_ranks(Interleaved(model, members, order=order), ranks, buckets))
+        return made[0]
+
+    build_optimizer(model.named_parameters(), recipe.optim, together)
+    stage = recipe.schedule.at(0)
+    tokens = stage.tokens / ranks
+    backward = 2 / 3 * tokens * flops_per_token(recipe.model, stage.length) / speed.flops
+    # Gradients of tables come all through the backward pass: those near the head first, the embedding's last of all.
+    early = [item.label for item in made[0].early]
+    when = {label: -backward * (1 - (k + 1) / len(early)) for k, label in enumerate(early)}
+    table = ORDERS[order](made[0].items)
+    spans = simulate(table, [Rank(costs(made[0], speed), when)], link, ranks)[0]
+    return [Span("compute", "model", "backward", -backward, 0.0), *spans], backward
+
+
+def bytes_of(text: str, option: str) -> float:
+    """`450GB` as a number."""
+    match = re.fullmatch(r"([0-9.]+)\s*([kMGT]?)B?", text)
+    try:
+        value = float(match[1]) if match else 0.0
+    except ValueError:
+        value = 0.0
+    if not match or value <= 0:
+        raise UserError(f"{option} is {text!r}; it must be bytes per second, like 450GB or 12.5MB.")
+    return value * {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[match[2]]
+
+
+def main() -> None:
+    try:
+        run(tyro.cli(Simulate, description=__doc__))
+    except UserError as e:
+        sys.exit(str(e))
+
+
+if __name__ == "__main__":
+    main()

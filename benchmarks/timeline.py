@@ -1,17 +1,15 @@
 """One step of every rank as a picture: what it computed, launched, waited for and copied.
 
-    speedrun trace show before/trace.json after/trace.json --plot timeline.svg
-
-Several traces share one time scale, so that the picture shows what the other order gains.
+`python -m benchmarks.simulate --plot FILE.svg` draws with it, and `python -m benchmarks.overlap --plot FILE.svg`.
+Several steps share one time scale, so that the picture shows what the other order gains.
 """
 
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
-from speedrun.optim.interleave import Span
 from speedrun.report.draw import COLORS as PALETTE
 from speedrun.report.draw import GRID, INK, PAPER, picture, text
-from speedrun.train.trace import Steps
+from speedrun.train.trace import Span
 
 WIDTH, LEFT, RIGHT, TOP, LANE, GAP = 960, 86, 16, 56, 30, 40
 COLORS = {
@@ -36,10 +34,9 @@ def color_of(span: Span) -> str:
     return COLORS["backward" if span.op == "backward" else span.kind]
 
 
-def lanes(ranks: Sequence[Steps], step: int) -> list[tuple[str, list[Span]]]:
+def lanes(ranks: Sequence[Sequence[Span]]) -> list[tuple[str, list[Span]]]:
     found = []
-    for rank, steps in enumerate(ranks):
-        spans = steps[step]
+    for rank, spans in enumerate(ranks):
         moving = [s for s in spans if s.kind == "transfer"]
         found.append((f"rank {rank}", [s for s in spans if s.kind != "transfer"]))
         if moving:
@@ -47,11 +44,11 @@ def lanes(ranks: Sequence[Steps], step: int) -> list[tuple[str, list[Span]]]:
     return found
 
 
-def timeline_svg(panels: Sequence[tuple[str, Sequence[Steps], int]]) -> str:
-    """`panels`: a title, the ranks' steps, and which step to draw. Time 0 is the end of the slowest backward pass."""
+def timeline_svg(panels: Sequence[tuple[str, Sequence[Sequence[Span]]]]) -> str:
+    """`panels`: a title, and what each rank did. Time 0 is the end of the slowest backward pass."""
     drawn = []
-    for title, ranks, step in panels:
-        rows = lanes(ranks, step)
+    for title, ranks in panels:
+        rows = lanes(ranks)
         spans = [s for _, found in rows for s in found]
         starts = [max((s.end for s in found if s.op == "backward"), default=None) for _, found in rows]
         known = [s for s in starts if s is not None]
