@@ -186,9 +186,8 @@ def peak(graph: GraphLowering, code: str) -> int:
         inside = 0.0
         if call and call[1] in SCRATCH:
             known = [name for name in re.findall(r"\w+", call[2]) if name in graph.name_to_buffer]
-            inside = SCRATCH[call[1]][not has_fp8_units(torch.device("cuda"))] * sum(
-                size_of(graph, name) for name in known
-            )
+            factor = SCRATCH[call[1]] if has_fp8_units(torch.device("cuda")) else WIDENED
+            inside = factor * sum(size_of(graph, name) for name in known)
         most = max(most, sum(alive.values()) + int(inside))
         for name in freed:
             alive.pop(name, None)
