@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from speedrun.errors import UserError
@@ -59,13 +60,16 @@ def write(recorded: profile, folder: Path, rank: int) -> Path:
 
 def spans(recorded: profile) -> list[Span]:
     """What the sharded step did, in the order in which it began."""
+    assert recorded.profiler is not None
+    results: Any = recorded.profiler.kineto_results
     found = []
-    for event in recorded.events() or ():
-        kind, _, what = event.name.partition(": ")
-        if kind in KINDS:
+    for event in results.events():  # as they are: `recorded.events()` makes a tree of them, which takes seconds a step
+        kind, _, what = event.name().partition(": ")
+        if kind in KINDS and event.device_type() == DeviceType.CPU:
             op, _, item = what.partition(" ")
-            found.append(Span(kind, item, op, event.time_range.start / 1e6, event.time_range.end / 1e6))
-    return found
+            start, end = ((ns - results.trace_start_ns()) / 1e9 for ns in (event.start_ns(), event.end_ns()))
+            found.append(Span(kind, item, op, start, end))
+    return sorted(found, key=lambda span: span.start)
 
 
 @dataclass(frozen=True)
