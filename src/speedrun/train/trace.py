@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from speedrun.errors import UserError
@@ -65,7 +64,7 @@ def spans(recorded: profile) -> list[Span]:
     found = []
     for event in results.events():  # as they are: `recorded.events()` makes a tree of them, which takes seconds a step
         kind, _, what = event.name().partition(": ")
-        if kind in KINDS and event.device_type() == DeviceType.CPU:
+        if kind in KINDS and event.device_type().name == "CPU":
             op, _, item = what.partition(" ")
             start, end = ((ns - results.trace_start_ns()) / 1e9 for ns in (event.start_ns(), event.end_ns()))
             found.append(Span(kind, item, op, start, end))
