@@ -278,6 +278,7 @@ def main() -> None:
     parser.add_argument("--bandwidth", type=float, default=0, help="MB/s; 0: as long as the optimizers compute")
     parser.add_argument("--plot", type=Path, help="draw the last step of each order into this SVG file")
     args = parser.parse_args()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # for the processes below: the profiler tells whenever it starts
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.start_processes(worker, (args, f"{folder}/meet"), args.ranks, start_method="spawn")
 

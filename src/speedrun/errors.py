@@ -27,7 +27,9 @@ class OtherVersion(UserError):
 
 
 class RankLost(Exception):
-    """Another rank is gone; which one, where it was, and why as far as that is known, has been told already."""
+    """Another rank is gone or stuck; the message says which one, where it was, and why as far as that is known."""
+
+    told = False
 
 
 class Terminated(KeyboardInterrupt):

@@ -57,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
         # On a GPU the batch grows during a run; blocks of memory that can grow leave fewer gaps. Read when torch loads.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch.profiler tells when it starts and stops; read as above
     args = sys.argv[1:] if argv is None else list(argv)
     lines = "\n".join(f"  {name:9} {text}" for name, (_, text) in COMMANDS.items())
     about = f"Train GPTs to a target validation loss as fast as this machine allows, and prove it.\n\n{lines}\n"
@@ -73,7 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if speaks(e):
             print(f"speedrun: {' '.join(str(e).splitlines())}", file=sys.stderr)
         return 2
-    except RankLost:
+    except RankLost as e:
+        if not e.told:
+            print(f"speedrun: {e}; all ranks end.", file=sys.stderr)
         return 1
     except KeyboardInterrupt as e:
         print("speedrun: stopped", file=sys.stderr)

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from speedrun.errors import RankLost, UserError
+from speedrun.errors import UserError
 from speedrun.optim.pipeline import Team
-from speedrun.train.watch import LONG, Watch
+from speedrun.train.watch import LONG, Watch, lost_connection
 
 PATIENCE = 300.0  # seconds a rank waits for another before it gives up; four times as long while something compiles
 REACHED = 10.0  # seconds in which a store that is there already is reached
@@ -121,13 +121,15 @@ def joined(
     try:
         yield team, watch
     except UserError as e:
+        watch.leaving(e)
         e.mine_to_tell = watch.first("told")
         watch.wait_for_first()
         raise
     except Exception as e:
-        broken = watch.explain(e)
-        if broken:
-            raise RankLost from None
+        if lost_connection(e):
+            broken = True
+            raise watch.explained(e) from None
+        watch.leaving(e)
         raise
     finally:
         watch.close()

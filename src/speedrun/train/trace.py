@@ -9,7 +9,6 @@ sharded step, which speedrun.optim.interleave explains.
 
 import gzip
 import json
-import os
 import re
 import zlib
 from collections import defaultdict
@@ -28,7 +27,6 @@ FILES = "trace-rank*.json.gz"
 WAY_OUT = "Record a trace with `speedrun train --trace`."
 KINDS = ("compute", "launch", "wait", "copy")
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise torch.profiler tells on stderr when it starts and stops
 
 
 class Span(NamedTuple):
