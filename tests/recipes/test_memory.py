@@ -25,7 +25,7 @@ def state_of(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of every tensor that an optimizer really holds."""
     held = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
     if isinstance(optimizer, Snoo):
-        held += [*optimizer.outer, *(b for b in optimizer.buffers if b is not None)]
+        held += [t for kept in optimizer.outer.values() for t in kept.values()]
     return sum(t.nbytes for t in held)
 
 

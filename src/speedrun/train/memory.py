@@ -88,7 +88,7 @@ def skeleton(recipe: Recipe) -> tuple[GPT, torch.optim.Optimizer, dict[Any, int]
 def memory_of(recipe: Recipe, machine: Machine, options: Options, ranks: int = 1) -> Memory:
     model, optimizer, states = skeleton(recipe)
     weights = sum(p.nbytes for p in model.parameters())
-    outer = sum(x.nbytes for x in optimizer.outer) if isinstance(optimizer, Snoo) else 0
+    outer = sum(kept["outer"].nbytes for kept in optimizer.outer.values()) if isinstance(optimizer, Snoo) else 0
     everywhere = 2 * outer  # every rank has all of Snoo's weights and momenta; the other state is dealt out
     gpu = machine.device.type == "cuda"
     there = machine.memory or telemetry.memory_bytes(machine.device)
