@@ -94,6 +94,7 @@ def test_show_prints_a_line_per_rank(tmp_path: Path, capsys: Any) -> None:
         (gzip.compress(b"a" * 1000)[:-12], "is not a trace"),
         (gzip.compress(b'{"traceEvents": [], "speedrun": {"rank": 0}}'), "has no steps"),
     ],
+    ids=["missing", "not compressed", "empty", "no JSON", "cut", "no steps"],  # compressed bytes have the time in them
 )
 def test_bad_traces(content: bytes | None, sentence: str, tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "t.json.gz"
