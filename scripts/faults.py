@@ -32,8 +32,19 @@ from speedrun.train.runlog import read_metrics
 
 EVERY = 12  # steps between validations of `kills`
 KILLS = [
-    *("--resume", "auto", "--checkpoint-every", "5", "--threads", "2", "--model.layers", "2", "--model.width", "64"),
-    *("--model.heads", "2", "--schedule.steps", "240", "--schedule.rows", "4", "--schedule.length", "64"),
+    *("--recipe", "adamw", "--resume", "auto", "--checkpoint-every", "5", "--threads", "2", "--model.layers", "2"),
+    *(
+        "--model.width",
+        "64",
+        "--model.heads",
+        "2",
+        "--schedule.steps",
+        "240",
+        "--schedule.rows",
+        "4",
+        "--schedule.length",
+        "64",
+    ),
     *("--validation.every", str(EVERY), "--validation.rows", "8", "--validation.length", "64"),
 ]
 STEPS = 40  # of `ranks`
