@@ -1,7 +1,7 @@
 """What a run needs in memory, before it runs, and how many rows fit into a forward pass.
 
 Weights, gradients and optimizer state are counted. What a row keeps for its backward pass comes from the compiled graph
-where that was measured (gpus.json), otherwise from a forward pass without memory, which keeps what autograd would keep
+where that was measured (gpus.json), otherwise from a forward pass on fake tensors, which keeps what autograd would keep
 without torch.compile: an upper bound.
 """
 
@@ -64,6 +64,7 @@ class Memory:
 
     @property
     def fixed(self) -> int:
+        """What does not depend on the rows."""
         return self.weights + self.gradients + self.optimizer + self.transfers + self.warm_up + self.process
 
     @property
@@ -76,7 +77,7 @@ class Memory:
 
 
 def skeleton(recipe: Recipe) -> tuple[GPT, torch.optim.Optimizer, dict[Any, int]]:
-    """Model and optimizer without memory, and the bytes of state of each parameter when the optimizer is fullest."""
+    """Model and optimizer on the meta device, and the bytes of state of each parameter at its fullest."""
     with torch.device("meta"):
         model = GPT(recipe.model, recipe.context)
         if recipe.optim.weights != "float32":
@@ -198,7 +199,7 @@ def validation_bytes(recipe: Recipe, machine: Machine, options: Options) -> int:
 
 
 def row_bytes(recipe: Recipe, machine: Machine, stage: Stage) -> int:
-    """Bytes that autograd keeps for one row, and the gradients of its logits; from a forward pass without memory."""
+    """Bytes that autograd keeps for one row, and the gradients of its logits; from a forward pass on fake tensors."""
     kept: dict[int, int] = {}
 
     def keep(x: torch.Tensor) -> torch.Tensor:
