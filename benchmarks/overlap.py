@@ -37,7 +37,7 @@ from speedrun.files import write_atomic
 from speedrun.model.gpt import GPT
 from speedrun.optim.config import build_optimizer
 from speedrun.optim.interleave import Interleaved
-from speedrun.optim.pipeline import ORDERS, Item, Team
+from speedrun.optim.pipeline import ORDERS, Comm, Item
 from speedrun.recipes import get_recipe
 from speedrun.train.config import Recipe, with_fields
 from speedrun.train.trace import Span, spans
@@ -71,18 +71,18 @@ class SlowLink:
         return event
 
 
-class SlowTeam(Team):
+class SlowComm(Comm):
     """Ranks whose bulk transfers pass a slow link."""
 
     link: SlowLink
 
-    def scatter_sum(self, out: Tensor, whole: Tensor) -> Any:
+    def reduce_scatter(self, out: Tensor, whole: Tensor) -> Any:
         return self.link.send(super().scatter_sum(out, whole), whole.nbytes * (self.size - 1) / self.size)
 
-    def gather(self, whole: Tensor, part: Tensor) -> Any:
+    def all_gather(self, whole: Tensor, part: Tensor) -> Any:
         return self.link.send(super().gather(whole, part), whole.nbytes * (self.size - 1) / self.size)
 
-    def sum(self, x: Tensor) -> Any:
+    def all_reduce(self, x: Tensor) -> Any:
         return self.link.send(super().sum(x), 2 * x.nbytes * (self.size - 1) / self.size)
 
 
@@ -95,8 +95,8 @@ def workload(width: int) -> Recipe:
 class Entrant:
     """A model with one way to train it in several processes."""
 
-    def __init__(self, name: str, recipe: Recipe, team: SlowTeam, rows: int, buckets: int) -> None:
-        self.name, self.team = name, team
+    def __init__(self, name: str, recipe: Recipe, comm: SlowComm, rows: int, buckets: int) -> None:
+        self.name, self.comm = name, comm
         torch.manual_seed(0)
         self.model = GPT(recipe.model, LENGTH)
         self.whole: list[float] = []  # seconds of each step
@@ -105,7 +105,7 @@ class Entrant:
         self.everybody: list[float] = []  # the median of that on each rank
         self.behind: list[float] = []  # for the slowest rank to end its backward pass
         self.recorded: list[tuple[float, list[Span]]] = []  # of each step: the end of its backward pass, what followed
-        ids = torch.randint(recipe.model.vocab, (rows, LENGTH), generator=torch.Generator().manual_seed(team.rank))
+        ids = torch.randint(recipe.model.vocab, (rows, LENGTH), generator=torch.Generator().manual_seed(comm.rank))
         self.batch = ids, ids.roll(-1, 1)
         self.forward: Any = self.model
         if name == "ddp":
@@ -115,16 +115,16 @@ class Entrant:
             return
 
         def together(members: Any) -> Interleaved:
-            return Interleaved(self.model, members, order=name, process_group=team, buckets=buckets)
+            return Interleaved(self.model, members, order=name, process_group=comm, buckets=buckets)
 
         self.optimizer = build_optimizer(self.model.named_parameters(), replace(recipe.optim, every=1), together)
 
     def reduce_bucket(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        flat = bucket.buffer().div_(self.team.size)
+        flat = bucket.buffer().div_(self.comm.size)
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         work = dist.all_reduce(flat, async_op=True)
-        size = 2 * flat.nbytes * (self.team.size - 1) / self.team.size
-        self.team.link.send(work, size, lambda: done.set_result(flat))
+        size = 2 * flat.nbytes * (self.comm.size - 1) / self.comm.size
+        self.comm.link.send(work, size, lambda: done.set_result(flat))
         return done
 
     def step(self) -> None:
@@ -157,24 +157,24 @@ def worker(rank: int, args: argparse.Namespace, meeting: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     limit = datetime.timedelta(seconds=600)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=args.ranks, timeout=limit)
-    team = SlowTeam(None, rank, args.ranks)
-    team.link = SlowLink()
+    comm = SlowComm(None, rank, args.ranks)
+    comm.link = SlowLink()
     recipe = workload(args.width)
     recipe = replace(recipe, optim=replace(recipe.optim, every=1))  # every table in every step
-    entrants = [Entrant(name, recipe, team, args.rows, args.buckets) for name in (*ORDERS, "ddp")]
+    entrants = [Entrant(name, recipe, comm, args.rows, args.buckets) for name in (*ORDERS, "ddp")]
     sharded = entrants[:-1]
     for _ in range(3):
         for entrant in entrants:
             entrant.step()
     for entrant in sharded:
         entrant.forget()
-    team.link.carried.clear()
+    comm.link.carried.clear()
     for _ in range(args.rounds):  # without a slow link: what the items cost, and when reductions begin
         for entrant in sharded:
             entrant.step()
     # A rank that launches early waits for the others, so the fastest one tells how long a transfer takes.
-    carried = sum(map(min, zip(*team.everybodys(team.link.carried), strict=True))) / args.rounds / len(sharded)
-    quick = {entrant.name: list(zip(*team.everybodys(entrant.recorded), strict=True)) for entrant in sharded}
+    carried = sum(map(min, zip(*comm.all_gather_object(comm.link.carried), strict=True))) / args.rounds / len(sharded)
+    quick = {entrant.name: list(zip(*comm.all_gather_object(entrant.recorded), strict=True)) for entrant in sharded}
     items: list[Item] = sharded[0].optimizer.items  # type: ignore[union-attr]
     sent = sum(sum(traffic(item)) for item in items)
     computing = statistics.mean(
@@ -182,7 +182,7 @@ def worker(rank: int, args: argparse.Namespace, meeting: str) -> None:
         for entrant in sharded
         for _, did in entrant.recorded
     )
-    team.link.bandwidth = team.everybodys(args.bandwidth * 1e6 or sent / computing)[0]
+    comm.link.bandwidth = comm.all_gather_object(args.bandwidth * 1e6 or sent / computing)[0]
     for entrant in entrants:
         entrant.step()
         entrant.forget()
@@ -190,15 +190,15 @@ def worker(rank: int, args: argparse.Namespace, meeting: str) -> None:
         for entrant in entrants:
             entrant.step()
     if args.plot:
-        drawn = [(f"{e.name} order", [mine for _, mine in team.everybodys(e.recorded[-1])]) for e in sharded]
+        drawn = [(f"{e.name} order", [mine for _, mine in comm.all_gather_object(e.recorded[-1])]) for e in sharded]
         if rank == 0:
             write_atomic(args.plot, timeline_svg(drawn))
     waits = [statistics.median(entrant.waited) for entrant in sharded]
-    for entrant, everybody in zip(sharded, zip(*team.everybodys(waits), strict=True), strict=True):
+    for entrant, everybody in zip(sharded, zip(*comm.all_gather_object(waits), strict=True), strict=True):
         entrant.everybody = list(everybody)
     if rank == 0:
-        report(args, entrants, sent, computing, team.link.bandwidth)
-        link = Link(team.link.bandwidth, approach=sent / carried)
+        report(args, entrants, sent, computing, comm.link.bandwidth)
+        link = Link(comm.link.bandwidth, approach=sent / carried)
         print(f"gloo itself takes {1e3 * carried:.0f} ms of a step, while earlier transfers pass the modelled link")
         print("\nforetold from the steps without a slow link, from the end of the backward pass to the last arrival:")
         for entrant in sharded:
@@ -220,12 +220,12 @@ def foretold(entrant: Entrant, step: Sequence[tuple[float, list[Span]]], link: L
     assert isinstance(optimizer, Interleaved)
     early = {item.label for item in optimizer.early}
     start = step[0][0]
-    team = []
+    comm = []
     for middle, did in step:
         launched = {s.item: s.end - start for s in did if s.kind == "launch" and s.op == "reduce" and s.item in early}
         agreed = max((s.end for s in did if s.item == "agreement"), default=middle)
-        team.append(Rank(measured(did, optimizer.items, 1), launched, agreed - start))
-    first = simulate(optimizer.order, team, link, len(team))[0]
+        comm.append(Rank(measured(did, optimizer.items, 1), launched, agreed - start))
+    first = simulate(optimizer.order, comm, link, len(comm))[0]
     waiting = sum(s.end - s.start for s in first if s.kind == "wait")
     return max(s.end for s in first), waiting
 

@@ -25,7 +25,7 @@ from speedrun.files import write_atomic
 from speedrun.model.gpt import GPT, flops_per_token
 from speedrun.optim.config import build_optimizer
 from speedrun.optim.interleave import Interleaved
-from speedrun.optim.pipeline import ORDERS, Item, Matrices, Order, Rows, Team
+from speedrun.optim.pipeline import ORDERS, Comm, Item, Matrices, Order, Rows
 from speedrun.optim.polynomial import multiplications
 from speedrun.recipes import get_recipe
 from speedrun.train.config import Recipe
@@ -61,7 +61,7 @@ class Speed:
 
 def traffic(item: Item) -> tuple[float, float]:
     """Bytes that one rank sends for an item's reduction and for its gather, in a ring."""
-    ranks, size = item.team.size, item.refs[0].param.itemsize
+    ranks, size = item.comm.size, item.refs[0].param.itemsize
     if isinstance(item, Matrices):
         return ((ranks - 1) * item.chunk * size,) * 2
     if isinstance(item, Rows):
@@ -86,7 +86,7 @@ def busiest(item: Item, speed: Speed) -> float:
         return weights * (2 * size + 4 + 16) / speed.memory  # weight, gradient, two float32 moments read and written
 
     if isinstance(item, Matrices):
-        load = [0.0] * item.team.size
+        load = [0.0] * item.comm.size
         for ref in item.refs:
             p = ref.param
             flops = 2 * multiplications(len(p), p[0].numel(), 5, torch.bfloat16, p.device)
@@ -117,18 +117,18 @@ class Rank:
     ready: float = 0.0  # when it begins with the order
 
 
-def simulate(order: Order, team: Sequence[Rank], link: Link, size: int) -> list[list[Span]]:
-    """What each of the team does in one step. One rank may stand for all `size` of them, if they are alike."""
-    spans: list[list[Span]] = [[] for _ in team]
-    now = [rank.ready for rank in team]
-    early = {label: max(rank.launched[label] for rank in team) for label in team[0].launched}
+def simulate(order: Order, ranks: Sequence[Rank], link: Link, size: int) -> list[list[Span]]:
+    """What each rank does in one step. One rank may stand for all `size` of them, if they are alike."""
+    spans: list[list[Span]] = [[] for _ in ranks]
+    now = [rank.ready for rank in ranks]
+    early = {label: max(rank.launched[label] for rank in ranks) for label in ranks[0].launched}
     free = near = min(early.values(), default=min(now))  # when the link, and the way to it, carry nothing any more
     arrival: dict[str, float] = {}
 
     def send(label: str, op: str, seconds: float) -> None:
         """Put a transfer into the queue of the link, which all ranks have launched after so many seconds."""
         nonlocal free, near
-        cost = team[0].costs[label]
+        cost = ranks[0].costs[label]
         amount = cost.reduce if op == "reduce" else cost.gather
         arrival[label] = seconds
         if amount:
@@ -148,7 +148,7 @@ def simulate(order: Order, team: Sequence[Rank], link: Link, size: int) -> list[
     for label, when in sorted(early.items(), key=lambda pair: pair[1]):
         send(label, "reduce", when)
     for op, label in order:
-        costs = [rank.costs[label] for rank in team]
+        costs = [rank.costs[label] for rank in ranks]
         packing = [cost.pack if op == "reduce" or cost.gather else 0.0 for cost in costs]
         if op in ("update", "finish"):
             spend("wait", label, op, [arrival[label] - t for t in now])
@@ -165,7 +165,7 @@ def simulate(order: Order, team: Sequence[Rank], link: Link, size: int) -> list[
 def on_ranks(optimizer: Interleaved, ranks: int, buckets: int = 2, replicate_below: int = 1024) -> Interleaved:
     """The same optimizer dealt out to so many ranks that are not there; meta tensors will do."""
     early = {ref.param for item in optimizer.early for ref in item.refs}
-    optimizer.team = Team(None, 0, ranks)
+    optimizer.comm = Comm(None, 0, ranks)
     optimizer.items = optimizer._build(buckets, replicate_below)
     optimizer.item = {item.label: item for item in optimizer.items}
     optimizer.early = [item for item in reversed(optimizer.items) if item.refs[0].param in early]

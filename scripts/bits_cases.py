@@ -33,7 +33,7 @@ from torch import multiprocessing
 import speedrun.data
 from speedrun.data.shards import TokenFolder, write_shard
 from speedrun.optim.config import PARTS
-from speedrun.optim.pipeline import Team
+from speedrun.optim.pipeline import Comm
 from speedrun.recipes import LINEAGE, get_recipe
 from speedrun.train.config import Options, Recipe, fields_of, with_fields
 from speedrun.train.device import choose
@@ -180,16 +180,16 @@ def make_tokens(path: Path) -> TokenFolder:
     return TokenFolder.describe(path, tokenizer="pocket", vocab_size=4096, bos=0)
 
 
-def train(recipe: Recipe, options: Options, tokens: TokenFolder, folder: Path, team: Team) -> dict[str, Any]:
+def train(recipe: Recipe, options: Options, tokens: TokenFolder, folder: Path, comm: Comm) -> dict[str, Any]:
     """One run as `speedrun train` does it, warm-up included."""
     torch._dynamo.reset()
-    here = RunFolder.create(folder, {"recipe": recipe.name}, lambda line: None) if team.rank == 0 else Muted(folder)
+    here = RunFolder.create(folder, {"recipe": recipe.name}, lambda line: None) if comm.rank == 0 else Muted(folder)
     machine = choose("cpu", "float32", threads=1)
-    trainer = Trainer(recipe, tokens, machine, options, here, Report(recipe.schedule.total, quiet=True), team)
+    trainer = Trainer(recipe, tokens, machine, options, here, Report(recipe.schedule.total, quiet=True), comm)
     result = trainer.run()
     assert result.status == "ok", result.reason
     weights = sorted(digest(trainer.exact(p)) for p in trainer.model.parameters())  # all ranks: it may be a collective
-    if team.rank:
+    if comm.rank:
         return {}
     losses = [m["loss"] for m in read_metrics(folder) if m["kind"] in ("train", "val")]
     return {"losses": [x.hex() for x in losses], "final": result.val_loss, "weights": weights}
@@ -209,7 +209,7 @@ def run(rank: int, folder: str, args: argparse.Namespace) -> None:
         limit = datetime.timedelta(seconds=SECONDS)
         meet = f"file://{place}/meeting-point"
         dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=args.processes, timeout=limit)
-    team = Team.of(None) if args.processes > 1 else Team()
+    comm = Comm.of(None) if args.processes > 1 else Comm()
     tokens = TokenFolder.read(place / "tokens")
     found = {}
     for name, (recipe, options) in cases(args.steps).items():
@@ -217,7 +217,7 @@ def run(rank: int, folder: str, args: argparse.Namespace) -> None:
             continue
         if args.compiled:
             options = dataclasses.replace(options, compile=True)
-        found[name] = train(recipe, options, tokens, place / name, team)
+        found[name] = train(recipe, options, tokens, place / name, comm)
         if rank == 0:
             print(name, flush=True)
             assert math.isfinite(found[name]["final"])

@@ -11,7 +11,7 @@ import torch
 from speedrun import gpu_report
 from speedrun.doctor import examine
 from speedrun.model import head
-from speedrun.optim.pipeline import Team
+from speedrun.optim.pipeline import Comm
 from speedrun.train import memory
 from speedrun.train.config import Options, with_fields
 from speedrun.train.device import choose
@@ -22,11 +22,11 @@ from tests.recipes.test_lineage import tiny
 def report(rank: int, size: int, out: str) -> list[str]:
     """What one rank is told while the report is made."""
     machine = choose("cpu", "float32", 1)
-    team = Team.of(None) if size > 1 else Team()
+    comm = Comm.of(None) if size > 1 else Comm()
     told: list[str] = []
     recipe = with_fields(tiny("interleaved"), {"model.fp8_head": True})
     gpu_report.write(
-        recipe, machine, Options(compile=False), team, examine(machine), Path(out), 2, told.append,
+        recipe, machine, Options(compile=False), comm, examine(machine), Path(out), 2, told.append,
         lambda rows: told.extend(" ".join(row) for row in rows),
     )  # fmt: skip
     return told
@@ -99,7 +99,7 @@ def made_up_trainer(recipe: Any, machine: Any) -> Any:
     from speedrun.train.progress import Report
 
     tokens: Any = SimpleNamespace(vocab_size=recipe.model.vocab)
-    return Trainer(recipe, tokens, machine, Options(), Muted(Path("nowhere")), Report(1, quiet=True), Team())
+    return Trainer(recipe, tokens, machine, Options(), Muted(Path("nowhere")), Report(1, quiet=True), Comm())
 
 
 def test_launches_and_syncs_are_those_of_the_profiler() -> None:
@@ -130,6 +130,6 @@ def test_ranks_that_differ_in_order_are_found() -> None:
         recipe=SimpleNamespace(schedule=schedule),
         made_up=lambda *_: None,
         step=step,
-        team=SimpleNamespace(everybodys=lambda mine: [mine, (["gather a"], 0.0)]),
+        comm=SimpleNamespace(all_gather_object=lambda mine: [mine, (["gather a"], 0.0)]),
     )
     assert dataclasses.astuple(gpu_report.order_lines(trainer)[0]) == ("the same on all ranks", "yes", "**no**")

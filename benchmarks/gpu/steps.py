@@ -24,7 +24,7 @@ from speedrun.data.loader import Batch
 from speedrun.model.attention import Backend
 from speedrun.model.gpt import GPT
 from speedrun.optim import Snoo
-from speedrun.optim.pipeline import Team
+from speedrun.optim.pipeline import Comm
 from speedrun.recipes import get_recipe
 from speedrun.train.config import Options, Recipe
 from speedrun.train.device import Machine
@@ -108,9 +108,9 @@ def made_up_trainer(recipe: Recipe, backend: Backend) -> Trainer:
     folder, report = Muted(Path("nowhere")), Report(recipe.schedule.total, quiet=True)
     uncompiled = patch("speedrun.train.loop.compiled", lambda model, *_: (model, None))
     with device, uncompiled, patch.object(GPT, "to", lambda model, _: model):  # fake tensors cannot be moved
-        trainer = Trainer(recipe, tokens, machine, Options(), folder, report, Team.of(None))
+        trainer = Trainer(recipe, tokens, machine, Options(), folder, report, Comm.of(None))
     if trainer.sharded:
-        trainer.sharded.team.aside = dist.group.WORLD  # it would open a group of gloo, and wait for the others
+        trainer.sharded.comm.aside = dist.group.WORLD  # it would open a group of gloo, and wait for the others
     return trainer
 
 
@@ -120,14 +120,14 @@ def ranks(count: int) -> Iterator[None]:
     if count == 1:
         yield
         return
-    everybodys = Team.everybodys
-    Team.everybodys = lambda self, value: [value] * self.size  # type: ignore[method-assign]
+    all_gather_object = Comm.all_gather_object
+    Comm.all_gather_object = lambda self, value: [value] * self.size  # type: ignore[method-assign]
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
     try:
         yield
     finally:
         dist.destroy_process_group()
-        Team.everybodys = everybodys  # type: ignore[method-assign]
+        Comm.all_gather_object = all_gather_object  # type: ignore[method-assign]
 
 
 class Elsewhere:

@@ -30,7 +30,7 @@ from speedrun.doctor import Finding
 from speedrun.files import write_atomic
 from speedrun.model.attention import Backend, attend, reference_attend
 from speedrun.model.head import fp8_linear
-from speedrun.optim.pipeline import Team
+from speedrun.optim.pipeline import Comm
 from speedrun.templates import markdown
 from speedrun.train import telemetry, trace
 from speedrun.train.clock import synchronize
@@ -58,15 +58,15 @@ class Line:
 
 
 def write(
-    recipe: Recipe, machine: Machine, options: Options, team: Team, findings: list[Finding], out: Path, steps: int,
+    recipe: Recipe, machine: Machine, options: Options, comm: Comm, findings: list[Finding], out: Path, steps: int,
     say: Callable[[str], None], grid: Callable[[list[tuple[str, str, str]]], None],
 ) -> None:  # fmt: skip
     """All ranks call it; rank 0 writes. The file grows as it goes, so that a crash leaves what was measured before."""
-    parts = [environment(recipe, machine, team, findings)]
+    parts = [environment(recipe, machine, comm, findings)]
 
     def keep(title: str, lines: list[Line]) -> None:
         parts.append(section(title, lines))
-        if team.rank == 0:
+        if comm.rank == 0:
             write_atomic(out, "\n".join(parts))
             say(f"\n{title}")
             grid([(line.what, line.predicted, line.measured) for line in lines])
@@ -76,19 +76,19 @@ def write(
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             recipe, TokenFolder(Path(folder), info), machine, options, Muted(Path(folder)),
-            Report(recipe.schedule.total, quiet=True), team,
+            Report(recipe.schedule.total, quiet=True), comm,
         )  # fmt: skip
         for stage in kinds_of_steps(recipe):
             keep(f"Step {stage.step}, {stage.rows} x {stage.length} tokens", step_lines(trainer, stage, steps))
         v = recipe.validation
         keep(f"Validation, {v.rows} x {v.length} tokens", validation_lines(trainer))
-        if team.size > 1:
+        if comm.size > 1:
             keep("Order of transfers", order_lines(trainer))
 
 
-def environment(recipe: Recipe, machine: Machine, team: Team, findings: list[Finding]) -> str:
+def environment(recipe: Recipe, machine: Machine, comm: Comm, findings: list[Finding]) -> str:
     gpu = torch.cuda.get_device_properties(machine.device) if machine.device.type == "cuda" else None
-    where = f"{team.size} x {gpu.name if gpu else machine.device}"
+    where = f"{comm.size} x {gpu.name if gpu else machine.device}"
     about = [f"# {recipe.name} at {recipe.track} size on {where}", ""]
     about += [f"- {f.what}: {f.chosen} ({f.why})" for f in findings if not f.what.startswith("data")]
     if gpu:
@@ -193,7 +193,7 @@ def step_lines(trainer: Trainer, stage: Stage, steps: int) -> list[Line]:
     launches, syncs = counted(profiled)
     waited = ", ".join(f"{n} x {name}" for name, n in syncs.items()) or "none"
 
-    rows = -(-stage.rows // trainer.team.size)
+    rows = -(-stage.rows // trainer.comm.size)
     at_once = min(trainer.micro_rows or trainer.fitting.get(stage.shape, rows), rows)
     passes = math.ceil(rows / at_once)
     graph = compiled_graph(recipe, stage, trainer.machine.kernels) if trainer.options.compile else None
@@ -201,13 +201,13 @@ def step_lines(trainer: Trainer, stage: Stage, steps: int) -> list[Line]:
     if graph is not None:
         both = graph["forward"], graph["backward"]
         inside = passes * sum(part["launches"] for part in both)
-        known = around(recipe, trainer.team.size, passes)
+        known = around(recipe, trainer.comm.size, passes)
         kernels = " or ".join(f"{inside + row['launches']:,}" for row in known) or UNKNOWN
         # torch waits for a copy from memory that is not pinned, too: the profiler sees both.
         waits = " or ".join(f"{row['syncs'] + row['copies']}" for row in known) or UNKNOWN
         moved = sum(part["bytes"] for part in both) * rows / graph["rows"]
         rate = f"if so, {moved / seconds / 1e9:,.0f} GB/s"
-        memory = memory_of(recipe, trainer.machine, trainer.options, trainer.team.size)
+        memory = memory_of(recipe, trainer.machine, trainer.options, trainer.comm.size)
         held = gib(memory.fixed - memory.warm_up + graph["peak"] * at_once / graph["rows"])
     gpu = device.type == "cuda"
     return [
@@ -244,7 +244,7 @@ def validation_lines(trainer: Trainer) -> list[Line]:
             trainer.micro_loss(batch, stage).item()
         took.append(time.perf_counter() - began)
     peak, held = peak_memory(device), UNKNOWN
-    memory = memory_of(recipe, trainer.machine, trainer.options, trainer.team.size)
+    memory = memory_of(recipe, trainer.machine, trainer.options, trainer.comm.size)
     if trainer.options.compile and compiled_graph(recipe, stage, trainer.machine.kernels, training=False):
         held = gib(memory.fixed - memory.warm_up - memory.gradients + memory.validation)
     return [
@@ -265,7 +265,7 @@ def order_lines(trainer: Trainer) -> list[Line]:
     # The agreement goes through a group of its own.
     launched = [f"{span.op} {span.item}" for span in spans if span.kind == "launch" and span.item != "agreement"]
     waited = sum(span.end - span.start for span in spans if span.kind == "wait")
-    everybody = trainer.team.everybodys((launched, waited))
+    everybody = trainer.comm.all_gather_object((launched, waited))
     alike = all(theirs == launched for theirs, _ in everybody)
     return [
         Line("the same on all ranks", "yes", "yes" if alike else "**no**"),

@@ -17,7 +17,7 @@ from benchmarks.gpu import stages
 from benchmarks.gpu.launches import Launches, fake_gpu
 from speedrun import gpu_report
 from speedrun.model.gpt import GPT
-from speedrun.optim.pipeline import Team
+from speedrun.optim.pipeline import Comm
 from speedrun.recipes import get_recipe
 from speedrun.train.config import Options
 from speedrun.train.device import Machine
@@ -46,7 +46,7 @@ with (
     if sys.argv[2] == "short":
         gpu_report.kinds_of_steps = lambda recipe: [recipe.schedule.at(0)]  # a native step takes many seconds
     gpu_report.write(
-        recipe, machine, Options(), Team(), [], Path(sys.argv[1]), 1,
+        recipe, machine, Options(), Comm(), [], Path(sys.argv[1]), 1,
         lambda _: None, lambda _: None,
     )
 print(json.dumps({}))

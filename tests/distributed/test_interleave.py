@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from speedrun.optim import Adam, Combined, Interleaved, Muon, NorMuon, Snoo
-from speedrun.optim.pipeline import OPS, Matrices, Rows, Small, Team, eager, interleaved, plain
+from speedrun.optim.pipeline import OPS, Comm, Matrices, Rows, Small, eager, interleaved, plain
 from speedrun.train.trace import spans
 from tests.distributed.ranks import together
 
@@ -216,7 +216,7 @@ def save_and_load(rank: int, size: int, saved: dict[str, Any] | None) -> dict[st
         with torch.no_grad():
             for p, value in zip(net.parameters(), saved["weights"], strict=True):
                 p.copy_(value)
-        optimizer.scatter(saved["state"])
+        optimizer.load_full_state_dict(saved["state"])
     else:
         for step in range(3):  # an odd number: gradients are waiting for Adam's next turn
             for row in batch(step).tensor_split(size)[rank]:
@@ -224,7 +224,7 @@ def save_and_load(rank: int, size: int, saved: dict[str, Any] | None) -> dict[st
                     backward(net, row[None], 7 * 8)
             optimizer.step()
             optimizer.zero_grad()
-    state = optimizer.gathered()
+    state = optimizer.full_state_dict()
     masters = [optimizer.master(p) for p in net.parameters()]
     return {"weights": digest(net), "state": state, "masters": masters}
 
@@ -331,7 +331,7 @@ def test_the_short_model_is_dealt_out_evenly(ranks: int) -> None:
 
         def dealt(built: list[Any], rank: int = rank) -> Interleaved:
             optimizer = Interleaved(model, built)
-            optimizer.team = Team(None, rank, ranks)
+            optimizer.comm = Comm(None, rank, ranks)
             optimizer.items = optimizer._build(2, 1024)
             return optimizer
 

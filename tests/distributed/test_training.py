@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from speedrun.data.shards import TokenFolder
-from speedrun.optim.pipeline import Team
+from speedrun.optim.pipeline import Comm
 from speedrun.train.config import Options, with_fields
 from speedrun.train.device import choose
 from speedrun.train.distributed import Muted
@@ -29,7 +29,7 @@ def train(
 ) -> tuple[list[float], list[int], float]:
     """Losses of all steps, a hash of the weights after each, and the validation loss."""
     recipe = with_fields(tiny(name), changes)
-    team = Team.of(None) if size > 1 else Team()
+    comm = Comm.of(None) if size > 1 else Comm()
     report = Report(recipe.schedule.total, quiet=True)
     folder = Path(tokens)
     trainer = Trainer(
@@ -39,7 +39,7 @@ def train(
         Options(compile=False),
         Muted(folder),
         report,
-        team,
+        comm,
     )
     batches = trainer.batches()
     losses, hashes = [], []
@@ -135,7 +135,7 @@ def differing(rank: int, size: int) -> str:
     from speedrun.train.distributed import handshake
 
     try:
-        handshake(Team.of(None), {"recipe": {"lr": 0.1 if rank == 2 else 0.2}, "torch": torch.__version__})
+        handshake(Comm.of(None), {"recipe": {"lr": 0.1 if rank == 2 else 0.2}, "torch": torch.__version__})
     except UserError as e:
         return str(e)
     return "nothing was said"
@@ -152,7 +152,7 @@ def stopped_late(rank: int, size: int, tokens: str, folder: str) -> tuple[str, s
     report = Report(recipe.schedule.total, quiet=True)
     data, place = TokenFolder.read(Path(tokens)), Muted(Path(folder))
     options = Options(compile=False)
-    trainer = Trainer(recipe, data, choose("cpu", "float32", 1), options, place, report, Team.of(None))
+    trainer = Trainer(recipe, data, choose("cpu", "float32", 1), options, place, report, Comm.of(None))
     trainer.warm_up = lambda: None  # type: ignore[method-assign]
     step, steps = trainer.optimizer.step, []
 

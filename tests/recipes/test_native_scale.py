@@ -27,7 +27,7 @@ from speedrun.data.shards import TokenFolder
 from speedrun.files import locked
 from speedrun.model.gpt import GPT
 from speedrun.optim.config import part_of
-from speedrun.optim.pipeline import Team
+from speedrun.optim.pipeline import Comm
 from speedrun.recipes import get_recipe
 from speedrun.train.config import Options, with_fields
 from speedrun.train.device import choose
@@ -56,7 +56,7 @@ def native_trainer(name: str, tokens: TokenFolder, folder: Path, **changes: Any)
 def claim(trainer: Trainer, tokens: int) -> Batch:
     """A batch of so many tokens, of which this rank computes the first row."""
     rows = tokens // ROW
-    trainer.team = Team(None, 0, rows)
+    trainer.comm = Comm(None, 0, rows)
     ids = torch.randint(trainer.recipe.model.vocab, (rows, ROW + 1), generator=torch.Generator().manual_seed(1))
     starts = tuple(np.array([0, ROW // 3]) for _ in range(rows))
     return Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), starts, {})

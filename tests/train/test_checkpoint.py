@@ -571,7 +571,7 @@ def members(net: nn.Module, turned: bool = False) -> list[Any]:
 
 
 def through_a_file(folder: Path, net: nn.Module, optimizer: Any) -> checkpoint.Checkpoint:
-    tensors, rest = checkpoint.flatten(optimizer.gathered())
+    tensors, rest = checkpoint.flatten(optimizer.full_state_dict())
     tensors |= {f"model.{name}": p for name, p in net.named_parameters()}
     return checkpoint.load(checkpoint.save(folder, 5, tensors, {"optimizer": rest}))
 
@@ -580,7 +580,7 @@ def restore(saved: checkpoint.Checkpoint, net: nn.Module, optimizer: Any) -> Non
     with torch.no_grad():
         for name, p in net.named_parameters():
             p.copy_(saved.tensors[f"model.{name}"])
-    optimizer.scatter(checkpoint.unflatten(saved.tensors, saved.state["optimizer"]))
+    optimizer.load_full_state_dict(checkpoint.unflatten(saved.tensors, saved.state["optimizer"]))
     if isinstance(optimizer, Snoo):
         optimizer.count = saved.step
 

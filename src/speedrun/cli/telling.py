@@ -312,8 +312,8 @@ def doctor(args: Sequence[str]) -> int:
         if machine.device.type != "cuda":  # there the trainer looks
             for problem in problems_of(memory_of(recipe, machine, options, given.nproc), recipe):
                 raise UserError(problem)
-        with joined(machine.device) as (team, _):
-            gpu_report.write(recipe, machine, options, team, findings, given.out, given.steps, say, grid)
+        with joined(machine.device) as (comm, _):
+            gpu_report.write(recipe, machine, options, comm, findings, given.out, given.steps, say, grid)
         if is_first():
             say(f"report       {given.out}")
     return 0

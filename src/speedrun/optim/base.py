@@ -286,12 +286,12 @@ class SpeedrunOptimizer(Optimizer):
         self._unproven.clear()
         self._flag = None
 
-    def gathered(self) -> States:
+    def full_state_dict(self) -> States:
         """The state of each parameter that has one, by name; see `by_name`."""
         return by_name(self.param_groups, self.state)
 
-    def scatter(self, states: States) -> None:
-        """Take a state as `gathered` gives it; the weights must be those it belongs to."""
+    def load_full_state_dict(self, states: States) -> None:
+        """Take a state as `full_state_dict` gives it; the weights must be those it belongs to."""
         put_back(self.param_groups, self.state, states)
         self._vouch_for_all()
 

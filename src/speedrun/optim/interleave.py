@@ -37,7 +37,7 @@ from speedrun.optim.base import NonFiniteGradient, SpeedrunOptimizer, States, Wo
 from speedrun.optim.exact_bf16 import join
 from speedrun.optim.muon import Grid, Muon
 from speedrun.optim.orthogonalize import fast_dtype
-from speedrun.optim.pipeline import ORDERS, Item, Matrices, Order, Ref, Rows, Small, Team, check_order
+from speedrun.optim.pipeline import ORDERS, Comm, Item, Matrices, Order, Ref, Rows, Small, check_order
 from speedrun.optim.polynomial import multiplications
 
 Loss = TypeVar("Loss")
@@ -58,7 +58,7 @@ class Interleaved(Optimizer):
         buckets: in how many parts the matrices of one dtype travel.
         replicate_below: tensors with fewer weights are trained by every rank.
         process_group: None takes the default one; without any, this is one rank. GPUs need a backend for small CPU
-            tensors beside NCCL: init_process_group("cpu:gloo,cuda:nccl"). A `Team` whose methods are your own will do.
+            tensors beside NCCL: init_process_group("cpu:gloo,cuda:nccl"). A `Comm` whose methods are your own will do.
 
     All ranks must step together. A parameter that has a gradient on some ranks only is trained with what they have.
     """
@@ -85,7 +85,7 @@ class Interleaved(Optimizer):
         if buckets < 1:
             raise ValueError(f"buckets is {buckets}; it must be at least 1.")
         self.optimizers = list(optimizers)
-        self.team = Team.of(process_group)
+        self.comm = Comm.of(process_group)
         names = {p: name for name, p in model.named_parameters()}
         self.refs = [
             Ref(names.get(p, name), p, member, group, index)  # type: ignore[call-overload]
@@ -103,7 +103,7 @@ class Interleaved(Optimizer):
             raise ValueError(f"No optimizer has {missing[0]}; its gradient would never be shared between ranks.")
         super().__init__([{"params": [ref.param for ref in self.refs]}], {})
         self.param_groups = [group for member in self.optimizers for group in member.param_groups]
-        self.divisor = average if isinstance(average, int) else self.team.size if average == "mean" else 1
+        self.divisor = average if isinstance(average, int) else self.comm.size if average == "mean" else 1
         self.items = self._build(buckets, replicate_below)
         self.item = {item.label: item for item in self.items}
         early = early or ("all" if order == "eager" else "tables")
@@ -124,18 +124,18 @@ class Interleaved(Optimizer):
         self._next_early = 0
         self._ready: dict[str, int] = defaultdict(int)
         self._syncing = True
-        self._arrivals: list[str] | None = [] if self.team.size > 1 else None  # in the first backward pass
+        self._arrivals: list[str] | None = [] if self.comm.size > 1 else None  # in the first backward pass
         self._named_order = named_order
         self._agreed: tuple[set[Tensor], float | Tensor] | NonFiniteGradient | None = None
         self._hooks = [
             ref.param.register_post_accumulate_grad_hook(self._hook(item))
             for item in self.early
             for ref in item.refs
-            if self.team.size > 1
+            if self.comm.size > 1
         ]
         with torch.no_grad():
             for tensor in [*model.parameters(), *model.buffers()]:
-                self.team.send_from(0, tensor.data)
+                self.comm.broadcast(0, tensor.data)
 
     def _build(self, buckets: int, replicate_below: int) -> list[Item]:
         matrices: dict[Any, list[Ref]] = defaultdict(list)
@@ -148,13 +148,13 @@ class Interleaved(Optimizer):
             elif ref.param.numel() < replicate_below or ref.param.ndim == 0:
                 small[kind].append(ref)
             else:
-                items.append(Rows(ref.name, [ref], self.team, self.divisor))
-        items += [Small(f"small {k}", refs, self.team, self.divisor) for k, refs in enumerate(small.values())]
-        load = [0.0] * self.team.size
+                items.append(Rows(ref.name, [ref], self.comm, self.divisor))
+        items += [Small(f"small {k}", refs, self.comm, self.divisor) for k, refs in enumerate(small.values())]
+        load = [0.0] * self.comm.size
         for refs in matrices.values():
             for part in halves(refs, buckets):
                 label = f"matrices {sum(isinstance(item, Matrices) for item in items)}"
-                items.append(Matrices(label, part, self.team, self.divisor, load, effort))
+                items.append(Matrices(label, part, self.comm, self.divisor, load, effort))
         return items
 
     # ---------------------------------------------------------------- backward
@@ -267,7 +267,7 @@ class Interleaved(Optimizer):
         """
         self.optimizers[0]._raise_last()
         on_cpu, count = self.refs[0].param.device.type == "cpu", len(self.refs)
-        there, bad, where = torch.zeros(count), torch.zeros(count), torch.zeros(self.team.size)
+        there, bad, where = torch.zeros(count), torch.zeros(count), torch.zeros(self.comm.size)
         with record_function("compute: check agreement"):
             for k, ref in enumerate(self.refs):
                 g = ref.param.grad
@@ -275,20 +275,20 @@ class Interleaved(Optimizer):
                 if g is not None and g.is_sparse:
                     raise ValueError(f"The gradient of {ref.name} is sparse; create the embedding with sparse=False.")
                 if on_cpu and g is not None and not all_finite(g):
-                    bad[k] = where[self.team.rank] = 1
+                    bad[k] = where[self.comm.rank] = 1
         message = torch.cat([there.double(), bad.double(), where.double(), torch.tensor(numbers, dtype=torch.float64)])
         with record_function("launch: reduce agreement"):
-            arriving = self.team.tell(message)
+            arriving = self.comm.all_reduce_small(message)
         for item in [*self._queue, *(item for item in self.early if item not in self._queue)]:
             self._launch(item)
         with record_function("wait: reduce agreement"):
             if arriving is not None:
                 arriving.wait()
-        there, bad, where, sums = message.split([count, count, self.team.size, len(numbers)])
+        there, bad, where, sums = message.split([count, count, self.comm.size, len(numbers)])
         finite: float | Tensor = 1.0
         if bad.any():
             name = self.refs[int(bad.argmax())].name
-            rank = f" on rank {int(where.argmax())}" if self.team.size > 1 else ""
+            rank = f" on rank {int(where.argmax())}" if self.comm.size > 1 else ""
             self._agreed = NonFiniteGradient(
                 f"The gradient of {name} is not finite (NaN or infinite){rank}; no weight was changed. "
                 "Skip this step, lower the learning rate, or clip the gradients."
@@ -299,7 +299,7 @@ class Interleaved(Optimizer):
             for ref in self.refs:
                 if ref.param.grad is not None:
                     flag |= ~ref.param.grad.sum().isfinite()
-            all_good = self.team.largest(flag) == 0
+            all_good = self.comm.all_reduce_max(flag) == 0
             self.optimizers[0]._ask_later(all_good)
             finite = all_good.float()
         has_gradient = {ref.param for k, ref in enumerate(self.refs) if there[k]}
@@ -327,9 +327,9 @@ class Interleaved(Optimizer):
         for item in self.items:
             with record_function(f"wait: reduce {item.label}"):
                 item.wait()
-            if self.team.rank == 0 or not isinstance(item, Small):  # those are on every rank, and count once
+            if self.comm.rank == 0 or not isinstance(item, Small):  # those are on every rank, and count once
                 total += float(item.summed().float().square().sum())
-        message = self.team.tell(total)
+        message = self.comm.all_reduce_small(total)
         if message is not None:
             message.wait()
         norm = total.sqrt() / self.divisor
@@ -344,7 +344,7 @@ class Interleaved(Optimizer):
 
         It decides what sets out first, and nothing that is computed.
         """
-        first = self.team.everybodys(self._arrivals)[0]
+        first = self.comm.all_gather_object(self._arrivals)[0]
         self._arrivals = None
         place = {label: k for k, label in enumerate(first)}
         self.early.sort(key=lambda item: place.get(item.label, len(place)))
@@ -373,7 +373,7 @@ class Interleaved(Optimizer):
         return next(((r, local) for r, local in item.locals() if r is ref), None)
 
     @torch.no_grad()
-    def gathered(self) -> States:
+    def full_state_dict(self) -> States:
         """The state by name, as a single process would have it. All ranks must call this; rank 0 keeps what arrives.
 
         The others get the same without its tensors, so a checkpoint is rank 0's to write.
@@ -386,7 +386,7 @@ class Interleaved(Optimizer):
                     key: (tuple(value.shape), value.dtype) if torch.is_tensor(value) else value
                     for key, value in state.items()
                 }
-        theirs = self.team.everybodys(mine)
+        theirs = self.comm.all_gather_object(mine)
         whole = {
             ref.name: self._gather_state(item, ref, [layout.get(ref.name) for layout in theirs])
             for item in self.items
@@ -412,23 +412,23 @@ class Interleaved(Optimizer):
             for rank in holders:
                 shape, dtype = layouts[rank][key]
                 device = "cpu" if key == "step" else ref.param.device
-                part = mine[key] if rank == self.team.rank else torch.empty(shape, dtype=dtype, device=device)
+                part = mine[key] if rank == self.comm.rank else torch.empty(shape, dtype=dtype, device=device)
                 parts.append(self._passed_on(rank, part))
-            if self.team.rank == 0:
+            if self.comm.rank == 0:
                 state[key] = torch.cat(parts) if isinstance(item, Rows) and parts[0].ndim else parts[0].clone()
         return state
 
     def _passed_on(self, rank: int, part: Tensor) -> Tensor:
         """`part` of one rank on all of them; step counters live on the CPU and travel by way of the device."""
-        return self.team.send_from(rank, part.to(self.refs[0].param.device)).to(part.device)
+        return self.comm.broadcast(rank, part.to(self.refs[0].param.device)).to(part.device)
 
     @torch.no_grad()
-    def scatter(self, states: States) -> None:
-        """Take this rank's part of a state as `gathered` gives it, whatever number of ranks gathered it."""
+    def load_full_state_dict(self, states: States) -> None:
+        """Take this rank's part of a state as `full_state_dict` gives it, whatever number of ranks gathered it."""
         parts = dict(states)
         for item in self.items:
             if isinstance(item, Rows) and item.ref.name in states:
-                start, end = item.bounds[self.team.rank]
+                start, end = item.bounds[self.comm.rank]
                 parts[item.ref.name] = {
                     key: value[start:end] if torch.is_tensor(value) and value.ndim else value
                     for key, value in states[item.ref.name].items()
@@ -458,16 +458,16 @@ class Interleaved(Optimizer):
             return ref.member.master(p)
         if isinstance(item, Matrices):
             owner = item.owner[p]
-            value = ref.member.master(p) if owner == self.team.rank else torch.empty_like(p, dtype=torch.float32)
-            return self.team.send_from(owner, value.contiguous())
+            value = ref.member.master(p) if owner == self.comm.rank else torch.empty_like(p, dtype=torch.float32)
+            return self.comm.broadcast(owner, value.contiguous())
         assert isinstance(item, Rows)
         parts = []
         for rank, (start, end) in enumerate(item.bounds):
             part = torch.empty(end - start, *p.shape[1:], dtype=torch.float32, device=p.device)
-            if rank == self.team.rank and end > start:
+            if rank == self.comm.rank and end > start:
                 remainder = ref.member.state.get(item.local, {}).get("remainder")
                 part = item.local.float() if remainder is None else join(item.local, remainder)
-            parts.append(self.team.send_from(rank, part) if end > start else part)
+            parts.append(self.comm.broadcast(rank, part) if end > start else part)
         return torch.cat(parts)
 
     @torch.no_grad()
@@ -476,14 +476,14 @@ class Interleaved(Optimizer):
         item, ref = self._home(p)
         exact = ref.member._is_exact(p, ref.group)
         if isinstance(item, Rows) and exact:
-            start, end = item.bounds[self.team.rank]
+            start, end = item.bounds[self.comm.rank]
             ref.member.set_master(p, value)
             remainder = ref.member.state.pop(p)["remainder"]
             ref.member.state[item.local]["remainder"] = remainder[start:end].clone()
             ref.member.vouch(item.local)
             return
         ref.member.set_master(p, value)
-        if isinstance(item, Matrices) and exact and item.owner[p] != self.team.rank:
+        if isinstance(item, Matrices) and exact and item.owner[p] != self.comm.rank:
             ref.member.state.pop(p, None)  # a remainder is its owner's
 
     def reset(self) -> None:
@@ -504,21 +504,21 @@ class Interleaved(Optimizer):
         return here
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part, for the same number of ranks. `gathered` and `scatter` serve any number."""
+        """This rank's part, for the same number of ranks; `full_state_dict` serves any number."""
         parts: dict[str, Any] = {}
         for item in self.items:
             for ref, local in item.locals():
                 if ref.member.state.get(local):
                     parts[ref.name] = dict(ref.member.state[local])
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
-        return {"state": parts, "param_groups": groups, "rank": self.team.rank, "ranks": self.team.size}
+        return {"state": parts, "param_groups": groups, "rank": self.comm.rank, "ranks": self.comm.size}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         ranks = state_dict.get("ranks"), state_dict.get("rank")
-        if ranks != (self.team.size, self.team.rank):
+        if ranks != (self.comm.size, self.comm.rank):
             raise ValueError(
-                f"This state_dict is of rank {ranks[1]} of {ranks[0]}, this is rank {self.team.rank} of "
-                f"{self.team.size}. Save what gathered() gives and load it with scatter(), for any number of ranks."
+                f"This state_dict is of rank {ranks[1]} of {ranks[0]}, this is rank {self.comm.rank} of "
+                f"{self.comm.size}. Save full_state_dict() and load it with load_full_state_dict() instead."
             )
         self._take(state_dict["state"])
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):

@@ -117,19 +117,19 @@ class Snoo(Optimizer):
     def set_master(self, p: Tensor, value: Tensor) -> None:
         self._masters.set_master(p, value)
 
-    def gathered(self) -> States:
+    def full_state_dict(self) -> States:
         """The inner optimizer's state by name, with the outer weights and momenta."""
-        states: States = self.optimizer.gathered()
+        states: States = self.optimizer.full_state_dict()
         for name, state in by_name(self.param_groups, self.outer).items():
             states.setdefault(name, {}).update(state)
         return states
 
-    def scatter(self, states: States) -> None:
-        """Take a state as `gathered` gives it; `count` is the caller's to set."""
+    def load_full_state_dict(self, states: States) -> None:
+        """Take a state as `full_state_dict` gives it; `count` is the caller's to set."""
         ours = {name: {key: state[key] for key in KEPT if key in state} for name, state in states.items()}
         put_back(self.param_groups, self.outer, ours)
         inner = {name: {k: v for k, v in state.items() if k not in KEPT} for name, state in states.items()}
-        self.optimizer.scatter(inner)
+        self.optimizer.load_full_state_dict(inner)
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, and `snoo` beside it, by the names of the parameters."""

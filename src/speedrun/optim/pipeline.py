@@ -36,7 +36,7 @@ class Ref:
 
 
 @dataclass
-class Team:
+class Comm:
     """The ranks that train together; alone, every collective is already done."""
 
     group: Any = None
@@ -45,15 +45,15 @@ class Team:
     aside: Any = None  # a group of its own for small messages, which must not queue behind large ones
 
     @classmethod
-    def of(cls, group: Any) -> "Team":
-        """The ranks of a process group, of the default one for None; a team is one already."""
-        if isinstance(group, Team):
+    def of(cls, group: Any) -> "Comm":
+        """The ranks of a process group, of the default one for None; a Comm is taken as it is."""
+        if isinstance(group, Comm):
             return group
         if not (dist.is_available() and dist.is_initialized()):
             return cls()
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
-    def scatter_sum(self, out: Tensor, whole: Tensor) -> Any:
+    def reduce_scatter(self, out: Tensor, whole: Tensor) -> Any:
         """`out` becomes this rank's part of the sum of `whole` over the ranks."""
         if self.size == 1:
             out.copy_(whole)
@@ -61,17 +61,17 @@ class Team:
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         return scatter(out, whole, group=self.group, async_op=True)
 
-    def gather(self, whole: Tensor, part: Tensor) -> Any:
+    def all_gather(self, whole: Tensor, part: Tensor) -> Any:
         if self.size == 1:
             whole.copy_(part)
             return None
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return gather(whole, part, group=self.group, async_op=True)
 
-    def sum(self, x: Tensor) -> Any:
+    def all_reduce(self, x: Tensor) -> Any:
         return None if self.size == 1 else dist.all_reduce(x, group=self.group, async_op=True)
 
-    def tell(self, x: Tensor) -> Any:
+    def all_reduce_small(self, x: Tensor) -> Any:
         """The sum of a small CPU tensor, past everything large that is under way."""
         if self.size == 1:
             return None
@@ -80,12 +80,12 @@ class Team:
             self.aside = dist.new_group(members, backend="gloo", use_local_synchronization=True)
         return dist.all_reduce(x, group=self.aside, async_op=True)
 
-    def largest(self, x: Tensor) -> Tensor:
+    def all_reduce_max(self, x: Tensor) -> Tensor:
         if self.size > 1:
             dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
         return x
 
-    def send_from(self, rank: int, x: Tensor) -> Tensor:
+    def broadcast(self, rank: int, x: Tensor) -> Tensor:
         """`x` of one rank, on all of them. As bytes: not every backend knows every integer."""
         if self.size > 1 and x.numel():
             source = rank if self.group is None else dist.get_global_rank(self.group, rank)
@@ -95,7 +95,7 @@ class Team:
                 x.copy_(flat)
         return x
 
-    def everybodys(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
@@ -112,7 +112,7 @@ class Item:
 
     label: str
     refs: list[Ref]
-    team: Team
+    comm: Comm
     divisor: int
     """What the sum over the ranks is divided by."""
     pending: Any = field(default=None, init=False)
@@ -157,16 +157,16 @@ class Matrices(Item):
     """
 
     def __init__(
-        self, label: str, refs: list[Ref], team: Team, divisor: int, load: list[float], effort: Callable[[Ref], float]
+        self, label: str, refs: list[Ref], comm: Comm, divisor: int, load: list[float], effort: Callable[[Ref], float]
     ) -> None:
-        super().__init__(label, refs, team, divisor)
-        shares: list[list[Ref]] = [[] for _ in range(team.size)]
+        super().__init__(label, refs, comm, divisor)
+        shares: list[list[Ref]] = [[] for _ in range(comm.size)]
         for ref in sorted(refs, key=lambda r: -r.param.numel()):
             min(shares, key=lambda share: sum(r.param.numel() for r in share)).append(ref)
         self.owner: dict[Tensor, int] = {}
         self.offset: dict[Tensor, int] = {}
-        here = [0] * team.size
-        least_first = sorted(range(team.size), key=lambda rank: load[rank])
+        here = [0] * comm.size
+        least_first = sorted(range(comm.size), key=lambda rank: load[rank])
         most_first = sorted(shares, key=lambda share: -sum(map(effort, share)))
         for rank, share in zip(least_first, most_first, strict=True):
             load[rank] += sum(map(effort, share))
@@ -183,20 +183,20 @@ class Matrices(Item):
 
     def locals(self) -> Iterator[tuple[Ref, Tensor]]:
         for ref in self.refs:
-            if self.owner[ref.param] == self.team.rank:
+            if self.owner[ref.param] == self.comm.rank:
                 yield ref, ref.param
 
     def reduce(self) -> None:
         first = self.refs[0].param
         if self.whole is None or self.part is None:
-            self.whole, self.part = first.new_zeros(self.team.size * self.chunk), first.new_zeros(self.chunk)
+            self.whole, self.part = first.new_zeros(self.comm.size * self.chunk), first.new_zeros(self.chunk)
         for ref in self.refs:
             there = self.place(self.whole, ref.param)
             if ref.param.grad is None:
                 there.zero_()
             else:
                 there.copy_(ref.param.grad.reshape(-1))
-        self.pending = self.team.scatter_sum(self.part, self.whole)
+        self.pending = self.comm.reduce_scatter(self.part, self.whole)
 
     def summed(self) -> Tensor:
         assert self.part is not None
@@ -214,27 +214,27 @@ class Matrices(Item):
         for _, p in self.locals():
             start = self.offset[p]
             self.part[start : start + p.numel()].copy_(p.detach().reshape(-1))
-        self.pending = self.team.gather(self.whole, self.part)
+        self.pending = self.comm.all_gather(self.whole, self.part)
 
     def finish(self) -> None:
         assert self.whole is not None
         for ref in self.refs:
-            if self.owner[ref.param] != self.team.rank:
+            if self.owner[ref.param] != self.comm.rank:
                 ref.param.copy_(self.place(self.whole, ref.param).view_as(ref.param))
 
 
 class Rows(Item):
     """A table cut by rows; the last ranks get fewer, or none, where it does not divide."""
 
-    def __init__(self, label: str, refs: list[Ref], team: Team, divisor: int) -> None:
-        super().__init__(label, refs, team, divisor)
+    def __init__(self, label: str, refs: list[Ref], comm: Comm, divisor: int) -> None:
+        super().__init__(label, refs, comm, divisor)
         (self.ref,) = refs
         p = self.ref.param
-        self.per = math.ceil(p.shape[0] / team.size)
-        self.bounds = [(min(r * self.per, len(p)), min((r + 1) * self.per, len(p))) for r in range(team.size)]
-        start, end = self.bounds[team.rank]
+        self.per = math.ceil(p.shape[0] / comm.size)
+        self.bounds = [(min(r * self.per, len(p)), min((r + 1) * self.per, len(p))) for r in range(comm.size)]
+        start, end = self.bounds[comm.rank]
         self.local = p.detach()[start:end]  # shares memory and version counter with the parameter
-        self.even = team.size * self.per == len(p)
+        self.even = comm.size * self.per == len(p)
         self.whole: Tensor | None = None
         self.part: Tensor | None = None
 
@@ -245,7 +245,7 @@ class Rows(Item):
     def filled_up(self) -> Tensor:
         p = self.ref.param
         if self.whole is None:
-            self.whole = p.new_zeros(self.team.size * self.per, *p.shape[1:])
+            self.whole = p.new_zeros(self.comm.size * self.per, *p.shape[1:])
         return self.whole
 
     def reduce(self) -> None:
@@ -257,7 +257,7 @@ class Rows(Item):
         else:
             whole = self.filled_up()
             whole[: len(p)].copy_(p.grad) if p.grad is not None else whole.zero_()
-        self.pending = self.team.scatter_sum(self.part, whole)
+        self.pending = self.comm.reduce_scatter(self.part, whole)
 
     def summed(self) -> Tensor:
         assert self.part is not None
@@ -269,19 +269,19 @@ class Rows(Item):
             yield ref, local, self.gradient(self.part[: len(local)], local)
 
     def gather(self) -> None:
-        if self.team.size == 1:
+        if self.comm.size == 1:
             return
         assert self.part is not None
         self.part[: len(self.local)].copy_(self.local)
         target = self.ref.param.detach() if self.even and self.ref.param.is_contiguous() else self.filled_up()
-        self.pending = self.team.gather(target, self.part)
+        self.pending = self.comm.all_gather(target, self.part)
 
     def finish(self) -> None:
-        if self.team.size == 1:
+        if self.comm.size == 1:
             return
         if not (self.even and self.ref.param.is_contiguous()):
             assert self.whole is not None
-            start, end = self.bounds[self.team.rank]
+            start, end = self.bounds[self.comm.rank]
             p = self.ref.param.detach()
             p[:start].copy_(self.whole[:start])
             p[end:].copy_(self.whole[end : len(p)])
@@ -302,7 +302,7 @@ class Small(Item):
             self.flat = self.refs[0].param.new_zeros(sum(ref.param.numel() for ref in self.refs))
         for ref, there in zip(self.refs, self.parts(), strict=True):
             there.copy_(ref.param.grad.reshape(-1)) if ref.param.grad is not None else there.zero_()
-        self.pending = self.team.sum(self.flat)
+        self.pending = self.comm.all_reduce(self.flat)
 
     def parts(self) -> Sequence[Tensor]:
         assert self.flat is not None

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from speedrun.errors import UserError
-from speedrun.optim.pipeline import Team
+from speedrun.optim.pipeline import Comm
 from speedrun.train.watch import LONG, Watch, lost_connection
 
 PATIENCE = 300.0  # seconds a rank waits for another before it gives up; four times as long while something compiles
@@ -91,13 +91,13 @@ def choose_backend(asked: str, device: torch.device) -> str:
 @contextlib.contextmanager
 def joined(
     device: torch.device, patience: float = PATIENCE, backend: str = "auto"
-) -> Iterator[tuple[Team, Watch | None]]:
+) -> Iterator[tuple[Comm, Watch | None]]:
     """The ranks of this run, and who watches over them; alone when there is one process."""
     if not patience > 0:
         raise UserError(f"--patience is {patience:g} seconds; it must be positive.")
     backend = choose_backend(backend, device)
     if ranks() == 1:
-        yield Team(), None
+        yield Comm(), None
         return
     # The watch gives up first, and says why; this is for the case that it cannot.
     limit = datetime.timedelta(seconds=(LONG + 1) * patience)
@@ -114,12 +114,12 @@ def joined(
     except (dist.DistNetworkError, dist.DistStoreError) as e:
         why = str(e).splitlines()[0].rstrip(".")
         raise UserError(f"Not all of {ranks()} ranks came within {limit.total_seconds():g} s: {why}.") from e
-    team = Team.of(None)
+    comm = Comm.of(None)
     # A connection of its own: one that waits for something would hold up the other.
-    watch = Watch(team.rank, team.size, PrefixStore("watch", meeting_point(limit)), patience)
+    watch = Watch(comm.rank, comm.size, PrefixStore("watch", meeting_point(limit)), patience)
     broken = False
     try:
-        yield team, watch
+        yield comm, watch
     except UserError as e:
         watch.leaving(e)
         e.mine_to_tell = watch.first("told")
@@ -158,9 +158,9 @@ def meeting_point(limit: datetime.timedelta, host: bool = False) -> Any:
     return PrefixStore(f"speedrun/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def handshake(team: Team, facts: Mapping[str, Any]) -> None:
+def handshake(comm: Comm, facts: Mapping[str, Any]) -> None:
     """All ranks must be about to do the same; otherwise one sentence says which one differs in what."""
-    everybody = team.everybodys(dict(facts))
+    everybody = comm.all_gather_object(dict(facts))
     for rank, theirs in enumerate(everybody):
         for key, value in everybody[0].items():
             if theirs[key] != value:

@@ -34,7 +34,7 @@ from speedrun.model.head import describe_fp8
 from speedrun.optim import Interleaved, Snoo
 from speedrun.optim.base import NonFiniteGradient, SpeedrunOptimizer
 from speedrun.optim.config import build_optimizer, copy_state
-from speedrun.optim.pipeline import Team
+from speedrun.optim.pipeline import Comm
 from speedrun.train import checkpoint, scale, telemetry, trace
 from speedrun.train.clock import Clock, synchronize
 from speedrun.train.config import Options, Recipe
@@ -89,7 +89,7 @@ class Trainer:
         options: Options,
         folder: RunFolder | Muted,
         report: Report,
-        team: Team | None = None,
+        comm: Comm | None = None,
         watch: Watch | None = None,
     ) -> None:
         if tokens.vocab_size > recipe.model.vocab:
@@ -99,19 +99,19 @@ class Trainer:
             )
         self.recipe, self.tokens, self.machine, self.options = recipe, tokens, machine, options
         self.folder, self.report = folder, report
-        self.team, self.watch = team or Team(), watch
+        self.comm, self.watch = comm or Comm(), watch
         self.device = machine.device
         self.steps = recipe.schedule.total
         torch.manual_seed(options.seed)
         self.model = GPT(recipe.model, recipe.context, machine.attention).to(self.device)
         if recipe.optim.weights != "float32":
             self.model.store_matrices(torch.bfloat16)
-        about = {"recipe": recipe.name, "order": options.order, "rank": self.team.rank, "ranks": self.team.size}
+        about = {"recipe": recipe.name, "order": options.order, "rank": self.comm.rank, "ranks": self.comm.size}
         self.profiler = trace.recorder(self.device, options.trace, about) if options.trace else None
         self.optimizer = build_optimizer(
             self.model.named_parameters(),
             recipe.optim,
-            self.shared if self.team.size > 1 else None,
+            self.shared if self.comm.size > 1 else None,
             machine.dtype,
         )
         self.loss_of, why_not = compiled(self.model, options.compile, self.device, recipe.compiler)
@@ -120,7 +120,7 @@ class Trainer:
         self.micro_rows = options.micro_rows
         self.fitting: dict[tuple[object, ...], int] = {}  # rows of a micro-batch by the shape of a stage, on a GPU
         if self.device.type == "cuda":
-            memory = memory_of(recipe, machine, options, self.team.size)
+            memory = memory_of(recipe, machine, options, self.comm.size)
             there = machine.memory or torch.cuda.get_device_properties(self.device).total_memory
             check_rows(memory, recipe, there)
             self.fitting = memory.micro_rows
@@ -168,7 +168,7 @@ class Trainer:
 
         Returns the share of the mean loss. Ranks take whole rows. Leaves no gradient on failure.
         """
-        mine = share(len(batch.inputs), self.team.size)[self.team.rank]
+        mine = share(len(batch.inputs), self.comm.size)[self.comm.rank]
         counted = targets_in(batch)
         divisor = scale.backward_divisor(self.recipe, counted)
         batch = batch.rows(mine.start, mine.stop)
@@ -187,9 +187,9 @@ class Trainer:
             except (torch.OutOfMemoryError, MemoryError, RuntimeError) as e:
                 if not out_of_memory(e):
                     raise
-                if self.team.size > 1:
+                if self.comm.size > 1:
                     raise UserError(
-                        f"Out of memory on rank {self.team.rank} with {size} rows at a time; the other ranks are "
+                        f"Out of memory on rank {self.comm.rank} with {size} rows at a time; the other ranks are "
                         f"waiting, so it cannot try again. Start with --micro-rows {max(1, size // 2)}."
                     ) from e
                 self.optimizer.zero_grad(set_to_none=True)
@@ -316,12 +316,12 @@ class Trainer:
         self.model.stretch(stage.windows_so_far)
         total, count = 0.0, 0
         for k, batch in enumerate(self.validation_batches(split)):
-            if k % self.team.size == self.team.rank:
+            if k % self.comm.size == self.comm.rank:
                 total += float(self.micro_loss(batch, stage).double())
                 count += targets_in(batch)
-        if self.team.size > 1:
+        if self.comm.size > 1:
             both = torch.tensor([total, count], dtype=torch.float64, device=self.device)
-            self.team.sum(both).wait()
+            self.comm.all_reduce(both).wait()
             total, count = both.tolist()
         return total / count
 
@@ -399,10 +399,10 @@ class Trainer:
     def save(self, done: int) -> None:
         """Write a checkpoint: rank 0 does, of what all of them bring; it does not depend on how many they are."""
         self.at(f"saving after {done} steps")
-        states = self.optimizer.gathered()
+        states = self.optimizer.full_state_dict()
         weights = {f"model.{name}": self.exact(p) for name, p in self.model.named_parameters()}
-        if self.team.rank:
-            self.team.everybodys(None)  # nobody goes on, or ends, before it is on disk
+        if self.comm.rank:
+            self.comm.all_gather_object(None)  # nobody goes on, or ends, before it is on disk
             return
         for known in states.values():
             known.pop("remainder", None)  # the exact weights are stored, in place of their upper halves
@@ -419,7 +419,7 @@ class Trainer:
         checkpoint.save(
             self.folder.checkpoints, done, tensors | weights, state, keep=self.options.keep, notice=self.say
         )
-        self.team.everybodys(None)
+        self.comm.all_gather_object(None)
 
     def exact(self, p: nn.Parameter) -> Tensor:
         """The value a checkpoint holds: float32 also for a weight whose lower half the optimizer keeps."""
@@ -431,7 +431,7 @@ class Trainer:
             for name, p in self.model.named_parameters():
                 # Into the existing storage, whose alignment the math library may depend on.
                 p.copy_(saved.tensors[f"model.{name}"])
-        self.optimizer.scatter(checkpoint.unflatten(saved.tensors, saved.state["optimizer"]))
+        self.optimizer.load_full_state_dict(checkpoint.unflatten(saved.tensors, saved.state["optimizer"]))
         if self.recipe.optim.weights == "exact-bf16":
             for name, p in self.model.named_parameters():
                 if p.dtype == torch.bfloat16:
@@ -517,7 +517,7 @@ class Trainer:
             status, reason = "failed", "the final validation loss is not finite"
             losses = {}
         if status == "ok" and self.profiler:
-            self.say(f"trace of every rank, such as {trace.write(self.profiler, self.folder.path, self.team.rank)}")
+            self.say(f"trace of every rank, such as {trace.write(self.profiler, self.folder.path, self.comm.rank)}")
         if status == "ok" and self.options.final_checkpoint and self.start < self.steps:  # else it is there already
             self.save(self.steps)
         result = Result(

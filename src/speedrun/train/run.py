@@ -22,7 +22,7 @@ from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError
 from speedrun.files import locked
 from speedrun.model.gpt import GPT
-from speedrun.optim.pipeline import Team
+from speedrun.optim.pipeline import Comm
 from speedrun.tracks import Track
 from speedrun.train import checkpoint, scale
 from speedrun.train.config import Options, Recipe, differences, to_dict, with_fields
@@ -84,14 +84,14 @@ def start(
     recipe = fit_to_tokens(recipe, tokens, track)
     check_supply(recipe, tokens, track)
     options = dataclasses.replace(options, val_tokens=track.val_tokens)
-    with joined(machine.device, options.patience, options.backend) as (team, watch):
-        check_ranks(recipe, team.size)
-        handshake(team, facts(recipe, tokens, machine, options))
-        machine = as_first(machine, team)
-        path = team.everybodys(out or new_run_path(recipe, track, options.seed))[0]
-        if team.rank:
-            return _train(recipe, track, tokens, machine, options, Muted(path), quietly(recipe), None, team, watch)
-        return _start(recipe, track, tokens, machine, options, path, quiet, team, watch)
+    with joined(machine.device, options.patience, options.backend) as (comm, watch):
+        check_ranks(recipe, comm.size)
+        handshake(comm, facts(recipe, tokens, machine, options))
+        machine = as_first(machine, comm)
+        path = comm.all_gather_object(out or new_run_path(recipe, track, options.seed))[0]
+        if comm.rank:
+            return _train(recipe, track, tokens, machine, options, Muted(path), quietly(recipe), None, comm, watch)
+        return _start(recipe, track, tokens, machine, options, path, quiet, comm, watch)
 
 
 def _start(
@@ -102,7 +102,7 @@ def _start(
     options: Options,
     path: Path,
     quiet: bool,
-    team: Team,
+    comm: Comm,
     watch: Watch | None,
 ) -> Outcome:
     report = Report(recipe.schedule.total, quiet=quiet)
@@ -116,13 +116,13 @@ def _start(
         "machine": machine.lines(),
         "threads": machine.threads,
         "dtype": machine.dtype_name,
-        "ranks": team.size,
+        "ranks": comm.size,
     }
     made = [p for p in (path, *path.parents) if not p.exists()]
     folder = RunFolder.create(path, description, console=report.line)
     with only_here(path):
         try:
-            return _train(recipe, track, tokens, machine, options, folder, report, None, team, watch)
+            return _train(recipe, track, tokens, machine, options, folder, report, None, comm, watch)
         except (UserError, KeyboardInterrupt):
             if not read_metrics(path, "train"):  # no step was done: leave everything as it was
                 for inside in path.iterdir():
@@ -150,18 +150,18 @@ def resume(
     check_supply(recipe, tokens, track)
     curve = read_run(path).options.curve
     options = dataclasses.replace(options, val_tokens=track.val_tokens, curve=curve)
-    with joined(machine.device, options.patience, options.backend) as (team, watch):
-        check_ranks(recipe, team.size)
+    with joined(machine.device, options.patience, options.backend) as (comm, watch):
+        check_ranks(recipe, comm.size)
         notices: list[str] = []
         saved = checkpoint.newest_good(Muted(path).checkpoints, notice=notices.append)
         if saved is not None:
             check_fits(saved, recipe)
         here = {"checkpoint": None if saved is None else saved.step}
-        handshake(team, facts(recipe, tokens, machine, options) | here)
-        machine = as_first(machine, team)
-        if team.rank:
-            return _train(recipe, track, tokens, machine, options, Muted(path), quietly(recipe), saved, team, watch)
-        return _resume(path, recipe, track, tokens, machine, options, quiet, team, watch, saved, notices)
+        handshake(comm, facts(recipe, tokens, machine, options) | here)
+        machine = as_first(machine, comm)
+        if comm.rank:
+            return _train(recipe, track, tokens, machine, options, Muted(path), quietly(recipe), saved, comm, watch)
+        return _resume(path, recipe, track, tokens, machine, options, quiet, comm, watch, saved, notices)
 
 
 def _resume(
@@ -172,7 +172,7 @@ def _resume(
     machine: Machine,
     options: Options,
     quiet: bool,
-    team: Team,
+    comm: Comm,
     watch: Watch | None,
     saved: checkpoint.Checkpoint | None,
     notices: list[str],
@@ -183,15 +183,15 @@ def _resume(
         about = read_run(path)
         for notice in notices:  # only now: a resume that cannot go on must not even touch the log
             folder.log(notice)
-        if team.size != about.ranks:
-            folder.log(f"{team.size} ranks, {about.ranks} before: losses may differ in the last bits")
+        if comm.size != about.ranks:
+            folder.log(f"{comm.size} ranks, {about.ranks} before: losses may differ in the last bits")
         if machine.threads != about.threads:
             folder.log(f"{machine.threads} threads, {about.threads} before: losses may differ in the last bits")
         step = 0 if saved is None else saved.step
         read_metrics(path)  # refused before anything is cut back
         checkpoint.drop_later(folder.checkpoints, step, folder.log)
         folder.cut_back(step, "resumed")
-        return _train(recipe, track, tokens, machine, options, folder, report, saved, team, watch)
+        return _train(recipe, track, tokens, machine, options, folder, report, saved, comm, watch)
 
 
 def check_fits(saved: checkpoint.Checkpoint, recipe: Recipe) -> None:
@@ -217,9 +217,9 @@ def check_ranks(recipe: Recipe, ranks: int) -> None:
         )
 
 
-def as_first(machine: Machine, team: Team) -> Machine:
+def as_first(machine: Machine, comm: Comm) -> Machine:
     """All ranks compute in the arithmetic of rank 0: a trial may end differently from one process to the next."""
-    return dataclasses.replace(machine, dtype=getattr(torch, team.everybodys(machine.dtype_name)[0]))
+    return dataclasses.replace(machine, dtype=getattr(torch, comm.all_gather_object(machine.dtype_name)[0]))
 
 
 def facts(recipe: Recipe, tokens: TokenFolder, machine: Machine, options: Options) -> dict[str, Any]:
@@ -247,7 +247,7 @@ def _train(
     folder: RunFolder | Muted,
     report: Report,
     saved: checkpoint.Checkpoint | None,
-    team: Team,
+    comm: Comm,
     watch: Watch | None,
 ) -> Outcome:
     if (
@@ -257,7 +257,7 @@ def _train(
     ):
         shutil.copyfile(tokens.tokenizer_path, folder.path / "tokenizer.json")
     with report:
-        trainer = Trainer(recipe, tokens, machine, options, folder, report, team, watch)
+        trainer = Trainer(recipe, tokens, machine, options, folder, report, comm, watch)
         return Outcome(folder.path, trainer.run(saved), track.target)
 
 
