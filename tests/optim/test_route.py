@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from speedrun.model.gpt import GPT, GPTConfig
-from speedrun.optim import Adam, Combined, NorMuon, route
+from speedrun.optim import Adam, Combined, Muon, NorMuon, route
 
 
 class Odd(nn.Module):
@@ -52,8 +52,38 @@ def test_our_own_model() -> None:
 
 def test_heads_of_attention_are_not_the_head() -> None:
     model = nn.TransformerEncoderLayer(16, 2, 32)
-    assert places(model)["self_attn.in_proj_weight"] == "muon"
-    assert places(nn.ModuleDict({"multihead": nn.Linear(4, 4, bias=False)})) == {"multihead.weight": "muon"}
+    with pytest.warns(UserWarning, match=r"If linear2.weight produces the outputs"):
+        assert places(model)["self_attn.in_proj_weight"] == "muon"
+    layer = nn.ModuleDict({"multihead": nn.Linear(4, 4, bias=False)})
+    assert places(layer, override={"multihead.weight": "muon"}) == {"multihead.weight": "muon"}
+
+
+def test_the_last_layer_of_a_sequential_is_its_output() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)))
+    chosen = {r.name: (r.place, r.reason) for r in route(model).routes if r.name.endswith("weight")}
+    assert chosen == {
+        "0.weight": ("muon", "hidden matrix"),
+        "2.0.weight": ("muon", "hidden matrix"),
+        "2.2.weight": ("adam", "last layer of a Sequential"),
+    }
+
+
+def test_tied_weights_low_rank_factors_and_banks_say_so() -> None:
+    model = Odd()
+    model.z.weight = model.a.weight
+    model.lora_A = nn.Linear(8, 2, bias=False)
+    model.experts = nn.Parameter(torch.randn(4, 8, 16))
+    plan = route(model)
+    reasons = {r.name: (r.place, r.reason) for r in plan.routes}
+    assert reasons["a.weight"] == ("adam", "embedding table, tied with z.weight")
+    assert reasons["lora_A.weight"] == ("adam", "low-rank factor (LoRA)")
+    assert reasons["experts"] == ("muon", "bank of 4 matrices, each orthogonalised by itself")
+    before = model.experts.detach().clone()
+    optimizer = Muon(plan.muon, lr=1.0, scale="none")
+    model.experts.grad = torch.randn(4, 8, 16)
+    optimizer.step()
+    for change in before - model.experts.detach():  # each matrix is orthogonal, so the bank was not flattened
+        assert torch.allclose(torch.linalg.svdvals(change), torch.ones(8), atol=0.15)
 
 
 def test_a_pattern_overrides() -> None:
@@ -79,7 +109,7 @@ def test_the_groups_are_ready_to_use() -> None:
 
 def test_the_table_can_be_read() -> None:
     text = str(route(Odd()))
-    assert "muon    conv.weight  6x3x3x3  hidden matrix, flattened from more dimensions" in text
+    assert "muon    conv.weight  6x3x3x3  convolution kernel, flattened to (outputs, everything else)" in text
     assert "adam    a.weight     100x8    embedding table" in text
     assert "muon: 2 tensors, 226 parameters" in text
 

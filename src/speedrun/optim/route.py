@@ -10,12 +10,14 @@ fewer than two dimensions go to Adam. Where the choice is wrong, a name pattern 
     route(model, override={"*.gate.weight": "adam", "decoder.out*": "muon", "vision.*": "frozen"})
 """
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 Place = Literal["muon", "adam", "frozen"]
 TABLE_WORDS = ("embed", "wte", "wpe", "lookup")
@@ -27,7 +29,7 @@ class Route:
     name: str
     parameter: nn.Parameter
     place: Place
-    part: str  # the group it is in: matrices, tables, head, vectors
+    part: str  # the group it is in: matrices, banks, tables, head, low rank, vectors
     reason: str
 
 
@@ -50,7 +52,10 @@ class Plan:
         for r in self.routes:
             if r.place == place:
                 parts.setdefault(r.part, []).append((r.name, r.parameter))
-        return [{"params": members, "part": part} for part, members in parts.items()]
+        return [
+            {"params": members, "part": part} | ({"matrix": "batch"} if part == "banks" and place == "muon" else {})
+            for part, members in parts.items()
+        ]
 
     def __str__(self) -> str:
         rows = [("to", "parameter", "shape", "why")]
@@ -80,12 +85,25 @@ def route(model: nn.Module, override: Mapping[str, Place] | None = None) -> Plan
         for module in model.modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag)
     }
+    kernels = {id(module.weight) for module in model.modules() if isinstance(module, _ConvNd)}
     transposed = {id(module.weight): name for name, module in model.named_modules() if _is_transposed(module)}
     named = list(model.named_parameters())
-    head = _unnamed_head(named, tables)
+    first_names = {name for name, _ in named}
+    tied = {id(p): name for name, p in model.named_parameters(remove_duplicate=False) if name not in first_names}
+    head, why_head, doubt = _output_layer(model, named, tables, tied)
+    if doubt and not any(fnmatchcase(doubt, pattern) for pattern in override):
+        warnings.warn(
+            "route() found no output layer: no name says head, and no matrix has as many rows as an embedding table. "
+            f"If {doubt} produces the outputs, pass override={{{doubt!r}: 'adam'}}, else {{{doubt!r}: 'muon'}}.",
+            stacklevel=2,
+        )
     routes = []
     for name, p in named:
-        place, part, reason = _default(name, p, tables, head)
+        place, part, reason = _default(name, p, tables, kernels)
+        if p is head and place == "muon":
+            place, part, reason = "adam", "head", why_head
+        if id(p) in tied:
+            reason += f", tied with {tied[id(p)]}"
         for pattern, wanted in override.items():
             if fnmatchcase(name, pattern):
                 if wanted == "muon" and p.ndim < 2:
@@ -115,34 +133,47 @@ def route(model: nn.Module, override: Mapping[str, Place] | None = None) -> Plan
     return plan
 
 
-def _unnamed_head(named: list[tuple[str, nn.Parameter]], tables: dict[int, int]) -> nn.Parameter | None:
-    """The one matrix that has as many rows as an embedding table, when no name says head."""
-    if any(_has(name, HEAD_WORDS) for name, p in named if p.ndim == 2):
-        return None
+def _output_layer(
+    model: nn.Module, named: list[tuple[str, nn.Parameter]], tables: dict[int, int], tied: Mapping[int, str]
+) -> tuple[Tensor | None, str, str]:
+    """The matrix that produces the outputs where no name says so, and how it was found; or a name that may be it."""
+    if any(_has(name, HEAD_WORDS) for name, p in named if p.ndim == 2) or any(i in tables for i in tied):
+        return None, "", ""
     heights = set(tables.values()) | {p.shape[0] for name, p in named if p.ndim == 2 and _has(name, TABLE_WORDS)}
-    found = [
-        p
-        for name, p in named
-        if p.ndim == 2 and p.shape[0] in heights and id(p) not in tables and not _has(name, TABLE_WORDS)
-    ]
-    return found[0] if len(found) == 1 else None
+    matrices = [(n, p) for n, p in named if p.ndim == 2 and id(p) not in tables and not _has(n, TABLE_WORDS)]
+    found = [p for _, p in matrices if p.shape[0] in heights]
+    if len(found) == 1:
+        return found[0], f"{found[0].shape[0]} rows, as many as an embedding table", ""
+    last: nn.Module = model
+    while isinstance(last, nn.Sequential) and len(last):
+        last = next((m for m in reversed(list(last)) if any(True for _ in m.parameters())), last[-1])
+    if isinstance(model, nn.Sequential) and isinstance(last, nn.Linear) and len(named) > len(list(last.parameters())):
+        return last.weight, "last layer of a Sequential", ""
+    return None, "", matrices[-1][0] if matrices else ""
 
 
-def _default(name: str, p: nn.Parameter, tables: dict[int, int], head: nn.Parameter | None) -> tuple[Place, str, str]:
+def _default(name: str, p: nn.Parameter, tables: dict[int, int], kernels: set[int]) -> tuple[Place, str, str]:
     if not p.requires_grad:
         return "frozen", "frozen", "requires no gradient"
     if p.ndim < 2:
         return "adam", "vectors", "fewer than two dimensions"
+    if any(part.lower().startswith("lora_") for part in name.split(".")):
+        # Its product with the other factor changes by more than a step of Muon is meant to: sqrt(rows / rank) more.
+        return "adam", "low rank", "low-rank factor (LoRA)"
     if id(p) in tables:
         return "adam", "tables", "embedding table"
     if _has(name, HEAD_WORDS):
         return "adam", "head", "its name says head"
     if _has(name, TABLE_WORDS):
         return "adam", "tables", "its name says table"
-    if p is head:
-        return "adam", "head", f"{p.shape[0]} rows, as many as an embedding table"
-    if min(p.shape[0], p[0].numel()) == 1:
+    bank = p.ndim == 3 and id(p) not in kernels
+    rows, cols = p.shape[-2:] if bank else (p.shape[0], p[:1].numel())
+    if min(rows, cols) <= 1:
         return "adam", "vectors", "a single row or column"
+    if bank:
+        return "muon", "banks", f"bank of {len(p)} matrices, each orthogonalised by itself"
+    if id(p) in kernels:
+        return "muon", "matrices", "convolution kernel, flattened to (outputs, everything else)"
     return "muon", "matrices", "hidden matrix" if p.ndim == 2 else "hidden matrix, flattened from more dimensions"
 
 
