@@ -141,8 +141,8 @@ def attention_mask(
     T: int,
     device: torch.device,
     windows: Iterable[int | Tensor | None],
-    *,
     documents_BT: Tensor | None = None,
+    *,
     edges: Tensor | None = None,
     longest: int | None = None,
 ) -> AttentionMask:

@@ -77,9 +77,9 @@ class CastedLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
 
-    def reset(self, scale: float) -> None:
-        bound = scale / math.sqrt(self.weight.shape[1])
-        nn.init.uniform_(self.weight, -bound, bound)
+    def reset(self, scale: float, zero: bool = False) -> None:
+        bound = 0.0 if zero else scale / math.sqrt(self.weight.shape[1])
+        nn.init.uniform_(self.weight, -bound, bound)  # also where all are zero: later draws stay what they were
 
     def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
         weight = self.weight.to(x.dtype)
@@ -153,8 +153,7 @@ class Attention(nn.Module):
         y = attend(q, k, v, window=window, scale=args.scale, shared=args.mask)
         if c.attention_gates:  # softmax weights sum to 1; a gate lets a head add nothing (arXiv:2505.06708)
             y = y * gate(x_BTD, self.gate)[..., None]
-        out: Tensor = self.out(y.reshape(B, T, D), scales[1])
-        return out
+        return self.out(y.reshape(B, T, D), scales[1])
 
     def mix_values(self, v_BTHK: Tensor, x_BTD: Tensor, value_BTD: Tensor | None) -> Tensor:
         """Add the value embeddings of the tokens: many parameters, hardly any arithmetic (modded-nanogpt)."""
@@ -193,8 +192,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)
         # The square of ReLU is cheaper than GELU, and learns a little better (Primer, arXiv:2109.08668).
-        out: Tensor = self.down(F.gelu(h) if self.activation == "gelu" else F.relu(h).square())
-        return out
+        return self.down(F.gelu(h) if self.activation == "gelu" else F.relu(h).square())
 
 
 class Block(nn.Module):
@@ -220,18 +218,13 @@ class Block(nn.Module):
         return x
 
     def reset(self) -> None:
-        c = self.config
+        c = self.config  # zero_init: a block whose last matrices are zero begins by adding nothing
         if self.has_attention:
             self.attention.qkv.reset(c.init_scale)
-            self.attention.out.reset(c.init_scale)
+            self.attention.out.reset(c.init_scale, zero=c.zero_init)
         if self.has_mlp:
             self.mlp.up.reset(c.mlp_init_scale or c.init_scale)
-            self.mlp.down.reset(c.init_scale)
-        if c.zero_init:  # a block whose last matrices are zero begins by adding nothing
-            if self.has_attention:
-                nn.init.zeros_(self.attention.out.weight)
-            if self.has_mlp:
-                nn.init.zeros_(self.mlp.down.weight)
+            self.mlp.down.reset(c.init_scale, zero=c.zero_init)
 
 
 class GPT(nn.Module):
@@ -282,8 +275,7 @@ class GPT(nn.Module):
     def reset_parameters(self) -> None:
         """Draw the initial weights; gates, lambdas and everything else that starts at a fixed number has it already."""
         c = self.config
-        tables = [self.embed] if self.head is None else [self.embed, self.head]
-        for table in tables:
+        for table in [self.embed] if self.head is None else [self.embed, self.head]:
             if c.embed_std > 0:
                 nn.init.normal_(table, std=c.embed_std)
             else:
@@ -336,9 +328,8 @@ class GPT(nn.Module):
 
         bfloat16 is half the memory to read. With `exact_bf16` the optimizer keeps the other half of their bits.
         """
-        roles = self.param_roles()
-        for name, p in self.named_parameters():
-            if roles[name] in MATRICES:
+        for role, p in zip(self.param_roles().values(), self.parameters(), strict=True):
+            if role in MATRICES:
                 p.data = p.data.to(dtype)
 
     def head_weight(self, tied: bool) -> Tensor:
@@ -386,7 +377,11 @@ class GPT(nn.Module):
     ) -> Tensor:
         """What the head reads, (B, T, D)."""
         c = self.config
-        args = self.attention_args(ids_BT, documents_BT, windows, edges, longest)
+        (B, T), device = ids_BT.shape, ids_BT.device
+        mask = attention_mask(
+            self.backend, B, T, device, windows or (None,), documents_BT, edges=edges, longest=longest
+        )
+        args = self.attention_args(T, mask, documents_BT, windows)
         x = lookup(self.embed, ids_BT)
         values = [lookup(table, ids_BT) for table in self.value_embeds]
         if c.smear:
@@ -414,18 +409,8 @@ class GPT(nn.Module):
         return x
 
     def attention_args(
-        self,
-        ids_BT: Tensor,
-        documents_BT: Tensor | None,
-        windows: Windows | WindowData | None,
-        edges: Tensor | None,
-        longest: int | None,
+        self, T: int, mask: AttentionMask, documents_BT: Tensor | None, windows: Windows | WindowData | None
     ) -> AttentionArgs:
-        B, T = ids_BT.shape
-        seen: list[int | Tensor | None] = [None] if windows is None else [*windows]
-        mask = attention_mask(
-            self.backend, B, T, ids_BT.device, seen, documents_BT=documents_BT, edges=edges, longest=longest
-        )
         follows = None
         if documents_BT is not None and not self.config.across_documents:
             follows = documents_BT == shift_tokens(documents_BT[..., None], documents_BT[:, :1, None] - 1)[..., 0]
@@ -488,9 +473,7 @@ def count_parameters(config: GPTConfig) -> dict[str, int]:
     """Parameters by kind, without allocating any."""
     with torch.device("meta"):
         model = GPT(config, 1)
-    roles = model.param_roles()
     counts = {"embedding": 0, "blocks": 0}
-    for name, p in model.named_parameters():
-        kind = COUNTED_AS[roles[name]]
-        counts[kind] = counts.get(kind, 0) + p.numel()
+    for role, p in zip(model.param_roles().values(), model.parameters(), strict=True):
+        counts[COUNTED_AS[role]] = counts.get(COUNTED_AS[role], 0) + p.numel()
     return counts

@@ -190,17 +190,8 @@ def examine(recipe: Recipe, track: Track, machine: Machine, options: Options, ou
 # -------------------------------------------------------------------- parameters
 
 
-def kind_of(role: Role) -> str:
-    """What the table calls parameters of this role."""
-    match role:
-        case "attention_qkv" | "attention_out":
-            return "attention"
-        case "mlp_up":
-            return "MLP up"
-        case "mlp_down":
-            return "MLP down"
-        case _:
-            return role.replace("_", " ")
+NAMES = {"attention_qkv": "attention", "attention_out": "attention", "mlp_up": "MLP up", "mlp_down": "MLP down"}
+"""What the table calls these roles; the others have their own names."""
 
 
 def members_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
@@ -220,8 +211,9 @@ def kinds_of(
             if who == "Adam" and group["weight_decay"] and group["decay"] == "decoupled":
                 who = "AdamW"
             for index, p in enumerate(group["params"]):
+                kind = NAMES.get(roles[p], roles[p].replace("_", " "))
                 lr = group["initial_lr"] * value_at(group["lr_mul"], index)
-                rows.setdefault((kind_of(roles[p]), who, lr, lr / base if base else 1.0), []).append(p)
+                rows.setdefault((kind, who, lr, lr / base if base else 1.0), []).append(p)
     return tuple(
         Kind(
             kind, who, len(ps), sum(p.numel() for p in ps), lr, multiplier, sum(p.nbytes for p in ps),

@@ -188,7 +188,7 @@ def build_optimizer(
     named: Iterable[tuple[str, nn.Parameter]],
     roles: Mapping[str, Role],
     config: OptimConfig,
-    combine: Callable[[list[Any]], Interleaved] | None = None,
+    combine: Callable[[list[Any]], AnyOptimizer] | None = None,
     dtype: torch.dtype | None = None,
 ) -> AnyOptimizer:
     """One optimizer for the named parameters, whose roles are `GPT.param_roles()`.
@@ -213,14 +213,9 @@ def build_optimizer(
         case _ as unknown:
             assert_never(unknown)
     members += _build_adam(parts, config)
-    optimizer: AnyOptimizer
-    if combine is not None:
-        optimizer = combine(members)
-    else:
-        optimizer = members[0] if len(members) == 1 else Combined(*members)
-    if config.snoo.k:
-        optimizer = Snoo(optimizer, config.snoo.lr, config.snoo.momentum, config.snoo.k)
-    return optimizer
+    combine = combine or (lambda several: several[0] if len(several) == 1 else Combined(*several))
+    snoo = config.snoo
+    return Snoo(combine(members), snoo.lr, snoo.momentum, snoo.k) if snoo.k else combine(members)
 
 
 def _build_adam(parts: dict[str, Named], config: OptimConfig) -> list[Adam]:
@@ -238,14 +233,11 @@ def _build_adam(parts: dict[str, Named], config: OptimConfig) -> list[Adam]:
                 "weight_decay": config.weight_decay * p.decay, "row_beta1": config.row_beta1 and part in TABLES,
             }
         )  # fmt: skip
-    if not groups:
-        return []
-    return [
-        Adam(
-            groups, lr=config.lr, eps=config.eps, eps_at=config.eps_at, decay=config.decay,
-            decay_by=config.decay_by, every=config.every, exact_bf16=config.weights == "exact-bf16",
-        )
-    ]  # fmt: skip
+    options: dict[str, Any] = {
+        "lr": config.lr, "eps": config.eps, "eps_at": config.eps_at, "decay": config.decay,
+        "decay_by": config.decay_by, "every": config.every, "exact_bf16": config.weights == "exact-bf16",
+    }  # fmt: skip
+    return [Adam(groups, **options)] if groups else []
 
 
 def _build_muon(
@@ -263,10 +255,13 @@ def _build_muon(
     taken = [roles[name] for name, _ in inside]
     if issubclass(kind, NorMuon):
         options["axis"] = [None if role in MATRICES else -1 for role in taken]  # gates: one number per head
-    multipliers = [_multipliers(role, m) for role in taken]
+    rates: dict[Role, float] = {
+        "attention_qkv": m.attention_lr, "attention_out": m.attention_lr, "mlp_up": m.up_lr, "mlp_down": m.down_lr,
+        "gates": m.gates_lr, "smear_gate": m.gates_lr,
+    }  # fmt: skip
     group = {
-        "params": inside, "lr": m.lr, "initial_lr": m.lr, "part": "blocks", "lr_mul": [lr for lr, _ in multipliers],
-        "wd_mul": [decay for _, decay in multipliers],
+        "params": inside, "lr": m.lr, "initial_lr": m.lr, "part": "blocks", "lr_mul": [rates[role] for role in taken],
+        "wd_mul": [m.mlp_decay if role in ("mlp_up", "mlp_down") else 1.0 for role in taken],
         "blocks": [3 if m.split_qkv and role == "attention_qkv" else 1 for role in taken],
     }  # fmt: skip
     per_step = m.method == "newton-schulz-per-step"
@@ -280,23 +275,6 @@ def _build_muon(
             **options,
         )
     ]  # fmt: skip
-
-
-def _multipliers(role: Role, m: MuonPart) -> tuple[float, float]:
-    """Factors of Muon's learning rate and of its weight decay."""
-    match role:
-        case "attention_qkv" | "attention_out":
-            return m.attention_lr, 1.0
-        case "mlp_up":
-            return m.up_lr, m.mlp_decay
-        case "mlp_down":
-            return m.down_lr, m.mlp_decay
-        case "gates" | "smear_gate":
-            return m.gates_lr, 1.0
-        case "embed" | "head" | "embed2" | "values" | "skip_gates" | "x0" | "scalars":
-            raise ValueError(f"Muon does not train parameters of the role {role!r}.")
-        case _ as unknown:
-            assert_never(unknown)
 
 
 def copy_state(optimizer: torch.optim.Optimizer, source: nn.Parameter, target: nn.Parameter) -> None:
