@@ -1,7 +1,7 @@
 """Attention behind one function, whatever computes it.
 
-`attend(q, k, v, documents_BT=..., window=...)` is causal, never crosses a document boundary, and with a window looks at
-most so many tokens back. Three backends: Flash Attention 3 and torch's `varlen_attn` (flash.py), and SDPA, which
+`attend(q, k, v, documents_BT=..., window=...)` is causal, never crosses a document boundary, and looks at most `window`
+tokens back. Three backends: Flash Attention 3 and torch's `varlen_attn` (flash.py), and SDPA, which
 computes short windows block by block, so that its cost grows with tokens * window. `choose_backend` decides.
 `reference_attend` is the slow, obvious version that tests compare everything with.
 """

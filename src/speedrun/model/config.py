@@ -230,15 +230,9 @@ class GPTConfig:
                 "x0 lambdas" if self.second_embedding else "x0 lambda": self.x0_lambdas,
                 "backout": layer == self.backout,
             }
-            rows.append(
-                (
-                    str(layer),
-                    f"{self.heads} heads of {self.head_width}" if has else "-",
-                    f"{self.mlp_width} {self.activation}" if layer not in self.no_mlp else "-",
-                    window,
-                    (str(values[layer]) + (" gated" if self.value_gates else "")) if layer in values else "-",
-                    ", ".join(into + out) or "-",
-                    ", ".join(text for text, on in also.items() if on) or "-",
-                )
-            )
+            attention = f"{self.heads} heads of {self.head_width}" if has else "-"
+            mlp = f"{self.mlp_width} {self.activation}" if layer not in self.no_mlp else "-"
+            value = f"{values[layer]}{' gated' * self.value_gates}" if layer in values else "-"
+            lists = into + out, [text for text, on in also.items() if on]
+            rows.append((str(layer), attention, mlp, window, value, *(", ".join(x) or "-" for x in lists)))
         return rows

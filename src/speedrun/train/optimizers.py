@@ -213,9 +213,12 @@ def build_optimizer(
         case _ as unknown:
             assert_never(unknown)
     members += _build_adam(parts, config)
-    combine = combine or (lambda several: several[0] if len(several) == 1 else Combined(*several))
+    if combine is not None:
+        optimizer = combine(members)
+    else:
+        optimizer = members[0] if len(members) == 1 else Combined(*members)
     snoo = config.snoo
-    return Snoo(combine(members), snoo.lr, snoo.momentum, snoo.k) if snoo.k else combine(members)
+    return Snoo(optimizer, snoo.lr, snoo.momentum, snoo.k) if snoo.k else optimizer
 
 
 def _build_adam(parts: dict[str, Named], config: OptimConfig) -> list[Adam]:
