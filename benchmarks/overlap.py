@@ -35,11 +35,11 @@ from benchmarks.simulate import Link, Rank, measured, simulate, traffic
 from benchmarks.timeline import timeline_svg
 from speedrun.files import write_atomic
 from speedrun.model.gpt import GPT
-from speedrun.optim.config import build_optimizer
 from speedrun.optim.interleave import Interleaved
 from speedrun.optim.pipeline import ORDERS, Comm, Item
 from speedrun.recipes import get_recipe
 from speedrun.train.config import Recipe, with_fields
+from speedrun.train.optimizers import build_optimizer
 from speedrun.train.trace import Span, spans
 
 LENGTH = 128
@@ -109,7 +109,7 @@ class Entrant:
         self.batch = ids, ids.roll(-1, 1)
         self.forward: Any = self.model
         if name == "ddp":
-            self.optimizer = build_optimizer(self.model.named_parameters(), recipe.optim)
+            self.optimizer = build_optimizer(self.model.named_parameters(), self.model.param_roles(), recipe.optim)
             self.forward = DistributedDataParallel(self.model)
             self.forward.register_comm_hook(None, self.reduce_bucket)
             return
@@ -117,7 +117,9 @@ class Entrant:
         def together(members: Any) -> Interleaved:
             return Interleaved(self.model, members, order=name, process_group=comm, buckets=buckets)
 
-        self.optimizer = build_optimizer(self.model.named_parameters(), replace(recipe.optim, every=1), together)
+        self.optimizer = build_optimizer(
+            self.model.named_parameters(), self.model.param_roles(), replace(recipe.optim, every=1), together
+        )
 
     def reduce_bucket(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         flat = bucket.buffer().div_(self.comm.size)

@@ -23,12 +23,12 @@ from benchmarks.timeline import timeline_svg
 from speedrun.errors import UserError
 from speedrun.files import write_atomic
 from speedrun.model.gpt import GPT, flops_per_token
-from speedrun.optim.config import build_optimizer
 from speedrun.optim.interleave import Interleaved
 from speedrun.optim.pipeline import ORDERS, Comm, Item, Matrices, Order, Rows
 from speedrun.optim.polynomial import multiplications
 from speedrun.recipes import get_recipe
 from speedrun.train.config import Recipe
+from speedrun.train.optimizers import build_optimizer
 from speedrun.train.trace import Span
 
 
@@ -241,7 +241,7 @@ def step_on(recipe: Recipe, order: str, ranks: int, link: Link, speed: Speed, bu
         made.append(on_ranks(Interleaved(model, members, order=order), ranks, buckets))
         return made[0]
 
-    build_optimizer(model.named_parameters(), recipe.optim, together)
+    build_optimizer(model.named_parameters(), model.param_roles(), recipe.optim, together)
     stage = recipe.schedule.at(0)
     tokens = stage.tokens / ranks
     backward = 2 / 3 * tokens * flops_per_token(recipe.model, stage.length) / speed.flops

@@ -17,15 +17,15 @@ from collections.abc import Callable
 import torch
 
 from speedrun.model.gpt import GPT, GPTConfig, flops_per_token
-from speedrun.optim.config import build_optimizer
 from speedrun.recipes import get_recipe
 from speedrun.train.config import Recipe
 from speedrun.train.device import choose, compiled
+from speedrun.train.optimizers import build_optimizer
 
 
 def our_step(recipe: Recipe, ids: torch.Tensor) -> Callable[[], None]:
     model = GPT(recipe.model, recipe.context)
-    optimizer = build_optimizer(model.named_parameters(), recipe.optim)
+    optimizer = build_optimizer(model.named_parameters(), model.param_roles(), recipe.optim)
     call, why_not = compiled(model, True, ids.device)
     if why_not:
         print(f"not compiled: {why_not}")

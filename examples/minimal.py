@@ -13,7 +13,7 @@ Where to read on, in src/speedrun/:
     recipes/normuon.py    the numbers of the default recipe
     data/loader.py        how a stream of tokens becomes rows
     model/gpt.py          the network
-    optim/config.py       which optimizer trains which parameter; optim/muon.py and optim/adam.py have the updates
+    train/optimizers.py   which optimizer trains which parameter; optim/muon.py and optim/adam.py have the updates
     train/schedule.py     learning rate, batch size, windows and momentum, each as a function of the step
     train/loop.py         this loop, with everything that a timed run needs
 """
@@ -29,11 +29,11 @@ from speedrun.data.loader import Batch, Loader, validation_batches
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError
 from speedrun.model.gpt import GPT
-from speedrun.optim.config import build_optimizer, copy_state
 from speedrun.recipes import DEFAULT, LINEAGE, get_recipe
 from speedrun.tracks import get_track
 from speedrun.train.config import Recipe
 from speedrun.train.device import Machine, choose
+from speedrun.train.optimizers import build_optimizer, copy_state
 from speedrun.train.schedule import Stage
 
 PRINT_EVERY = 50  # steps
@@ -76,7 +76,7 @@ def train(
         model.store_matrices(torch.bfloat16)
 
     # Optimizers. Muon or NorMuon for the matrices inside the blocks, Adam for all else; they step as one.
-    optimizer = build_optimizer(model.named_parameters(), recipe.optim, dtype=machine.dtype)
+    optimizer = build_optimizer(model.named_parameters(), model.param_roles(), recipe.optim, dtype=machine.dtype)
 
     # Schedule. All that changes during a run is in schedule.at(step). The number of steps is fixed beforehand: a run
     # that stops as soon as its loss looks good has picked a lucky moment.

@@ -32,13 +32,13 @@ from torch import multiprocessing
 
 import speedrun.data
 from speedrun.data.shards import TokenFolder, write_shard
-from speedrun.optim.config import PARTS
 from speedrun.optim.pipeline import Comm
 from speedrun.recipes import LINEAGE, get_recipe
 from speedrun.train.config import Options, Recipe, fields_of, with_fields
 from speedrun.train.device import choose
 from speedrun.train.distributed import Muted
 from speedrun.train.loop import Trainer
+from speedrun.train.optimizers import PARTS
 from speedrun.train.progress import Report
 from speedrun.train.runlog import RunFolder, read_metrics
 

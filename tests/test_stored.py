@@ -52,7 +52,7 @@ def rewrite(copy: Path, old: str, new: str) -> int:
 CONFIGS = {
     "model/config.py": ["GPTConfig"],
     "data/loader.py": ["LoaderConfig"],
-    "optim/config.py": ["Part", "MuonPart", "SnooPart", "OptimConfig"],
+    "train/optimizers.py": ["Part", "MuonPart", "SnooPart", "OptimConfig"],
     "train/schedule.py": ["ScheduleConfig"],
     "train/device.py": ["CompilerConfig"],
     "train/config.py": ["ValidationConfig", "Recipe", "Options"],

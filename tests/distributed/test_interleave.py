@@ -318,8 +318,8 @@ def test_a_second_backward_pass_without_no_sync_is_refused(tmp_path: Path) -> No
 def test_the_short_model_is_dealt_out_evenly(ranks: int) -> None:
     """Bytes of state per rank within a tenth of the total over the ranks, at native size, on meta tensors."""
     from speedrun.model.gpt import GPT
-    from speedrun.optim.config import build_optimizer
     from speedrun.recipes import get_recipe
+    from speedrun.train.optimizers import build_optimizer
 
     recipe = get_recipe("interleaved", "short")
     with torch.device("meta"):
@@ -327,7 +327,7 @@ def test_the_short_model_is_dealt_out_evenly(ranks: int) -> None:
         model.store_matrices(torch.bfloat16)
     per_rank = []
     for rank in range(ranks):
-        whole = build_optimizer(model.named_parameters(), recipe.optim)
+        whole = build_optimizer(model.named_parameters(), model.param_roles(), recipe.optim)
 
         def dealt(built: list[Any], rank: int = rank) -> Interleaved:
             optimizer = Interleaved(model, built)
@@ -335,7 +335,7 @@ def test_the_short_model_is_dealt_out_evenly(ranks: int) -> None:
             optimizer.items = optimizer._build(2, 1024)
             return optimizer
 
-        shared = build_optimizer(model.named_parameters(), recipe.optim, dealt)
+        shared = build_optimizer(model.named_parameters(), model.param_roles(), recipe.optim, dealt)
         per_rank.append(sum(shared.state_bytes().values()))  # type: ignore[attr-defined]
         total = sum(whole.state_bytes().values())  # type: ignore[attr-defined]
     assert max(per_rank) < 1.1 * total / ranks

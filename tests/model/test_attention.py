@@ -18,10 +18,10 @@ from speedrun.model.attention import (
     Backend,
     attend,
     attend_locally,
+    attention_mask,
     choose_backend,
     plain_mask,
     reference_attend,
-    sight,
     takes_edges,
     try_out,
 )
@@ -168,7 +168,9 @@ def test_the_stand_ins_refuse_what_the_kernels_refuse_or_misread(kernels, backen
 @pytest.mark.parametrize("backend", ["fa3", "varlen"])
 def test_a_bound_shorter_than_the_row_reaches_the_kernel(kernels, backend) -> None:
     documents = torch.arange(60).view(1, 60) // 20
-    shared = sight(backend, 1, 60, documents.device, [None], documents, edges_of(documents), longest=20)
+    shared = attention_mask(
+        backend, 1, 60, documents.device, [None], documents_BT=documents, edges=edges_of(documents), longest=20
+    )
     q = torch.zeros(1, 60, 1, 8, dtype=torch.bfloat16)
     attend(q, q, q, shared=shared)
     assert kernels.calls == [{"edges": [0, 20, 40, 60], "longest": 20, "window": (-1, 0)}]

@@ -9,12 +9,12 @@ import torch
 from speedrun.data.shards import TokenFolder
 from speedrun.files import from_json
 from speedrun.model.gpt import GPT, count_parameters
-from speedrun.optim.config import build_optimizer
 from speedrun.race.ablate import switches_of
 from speedrun.recipes import LINEAGE, get_recipe
 from speedrun.train.config import Options, Recipe, to_dict, with_fields
 from speedrun.train.device import choose
 from speedrun.train.loop import Trainer
+from speedrun.train.optimizers import build_optimizer
 from speedrun.train.progress import Report
 from speedrun.train.runlog import RunFolder, read_metrics
 
@@ -165,7 +165,7 @@ def test_native_decay_of_the_medium_track_s_earlier_record_is_twice_as_strong_in
     with torch.device("meta"):
         model = GPT(recipe.model, 1)
         model.store_matrices(torch.bfloat16)
-        optimizer = build_optimizer(model.named_parameters(), recipe.optim)
+        optimizer = build_optimizer(model.named_parameters(), model.param_roles(), recipe.optim)
     (group,) = (g for g in optimizer.param_groups if g["part"] == "blocks")
     found = {(name.split(".")[2], 0.01 * mul) for name, mul in zip(group["param_names"], group["wd_mul"], strict=True)}
     assert group["weight_decay"] == 0.01

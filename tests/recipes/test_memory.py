@@ -9,13 +9,13 @@ import torch
 from speedrun.data.shards import TokenFolder
 from speedrun.model.gpt import GPT
 from speedrun.optim import Snoo
-from speedrun.optim.config import build_optimizer
 from speedrun.recipes import LINEAGE
 from speedrun.train import checkpoint
 from speedrun.train.config import Options
 from speedrun.train.device import choose
 from speedrun.train.dryrun import checkpoint_bytes, kinds_of
 from speedrun.train.loop import Trainer
+from speedrun.train.optimizers import build_optimizer
 from speedrun.train.progress import Report
 from speedrun.train.runlog import RunFolder
 from tests.recipes.test_lineage import tiny
@@ -38,9 +38,9 @@ def test_state_weights_and_checkpoint_have_the_bytes_that_were_foretold(
         model = GPT(recipe.model, recipe.context)
         if recipe.optim.weights != "float32":
             model.store_matrices(torch.bfloat16)
-        optimizer = build_optimizer(model.named_parameters(), recipe.optim)
+        optimizer = build_optimizer(model.named_parameters(), model.param_roles(), recipe.optim)
     states = optimizer.state_bytes()  # type: ignore[attr-defined]
-    names = {p: n for n, p in model.named_parameters()}
+    roles = dict(zip(model.parameters(), model.param_roles().values(), strict=True))
 
     run = RunFolder.create(tmp_path / "run", {"recipe": name}, console=lambda line: None)
     report = Report(recipe.schedule.total, quiet=True)
@@ -53,23 +53,23 @@ def test_state_weights_and_checkpoint_have_the_bytes_that_were_foretold(
                 fullest = state_of(trainer.optimizer)
                 trainer.save(step + 1)
     assert fullest == sum(states.values())
-    kinds = kinds_of(optimizer, names, states, recipe)
+    kinds = kinds_of(optimizer, roles, states, recipe)
     assert sum(k.weights for k in kinds) == sum(p.nbytes for p in trainer.model.parameters())
     assert sum(k.parameters for k in kinds) == sum(p.numel() for p in trainer.model.parameters())
     assert sum(k.state for k in kinds) == fullest
     saved = checkpoint.newest_good(run.checkpoints, notice=print)
     assert saved is not None
-    assert sum(t.nbytes for t in saved.tensors.values()) == checkpoint_bytes(recipe, names, states)
+    assert sum(t.nbytes for t in saved.tensors.values()) == checkpoint_bytes(recipe, list(roles), states)
 
 
 def test_each_kind_has_its_optimizer_and_its_rate() -> None:
     recipe = tiny("interleaved")
     with torch.device("meta"):
         model = GPT(recipe.model, recipe.context)
-        optimizer = build_optimizer(model.named_parameters(), recipe.optim)
-    names = {p: n for n, p in model.named_parameters()}
+        optimizer = build_optimizer(model.named_parameters(), model.param_roles(), recipe.optim)
+    roles = dict(zip(model.parameters(), model.param_roles().values(), strict=True))
     states = optimizer.state_bytes()  # type: ignore[attr-defined]
-    found = {k.kind: (k.optimizer, round(k.multiplier, 6)) for k in kinds_of(optimizer, names, states, recipe)}
+    found = {k.kind: (k.optimizer, round(k.multiplier, 6)) for k in kinds_of(optimizer, roles, states, recipe)}
     assert found == {
         "attention": ("NorMuon", 2.0),
         "MLP up": ("NorMuon", 1.0),

@@ -26,7 +26,6 @@ from speedrun.data.loader import Batch
 from speedrun.data.shards import TokenFolder
 from speedrun.files import locked
 from speedrun.model.gpt import GPT
-from speedrun.optim.config import part_of
 from speedrun.optim.pipeline import Comm
 from speedrun.recipes import get_recipe
 from speedrun.train.config import Options, with_fields
@@ -92,18 +91,18 @@ class Gradients:
 def from_the_trainer(trainer: Trainer, batch: Batch, step: int) -> Gradients:
     """What `Trainer.gradients` leaves behind, brought to the scale of the plain sum."""
     caught: list[Tensor] = []
-    trunk = trainer.model.trunk
+    plain = trainer.model.features
 
     def watched(*args: Any) -> Tensor:
-        features: Tensor = trunk(*args)
+        features: Tensor = plain(*args)
         features.register_hook(caught.append)
         return features
 
-    trainer.model.trunk = watched  # type: ignore[method-assign]
+    trainer.model.features = watched  # type: ignore[method-assign]
     stage = trainer.recipe.schedule.at(step)
     trainer.model.stretch(stage.windows_so_far)
     loss = trainer.gradients(batch, stage)
-    trainer.model.trunk = trunk  # type: ignore[method-assign]
+    trainer.model.features = plain  # type: ignore[method-assign]
     tokens = batch.targets.numel()
     assert 9 < loss * tokens / ROW < 30, "the reported share is of the mean, whatever the scale"
     factor = tokens if trainer.recipe.optim.reference_ranks is None else 1
@@ -245,6 +244,19 @@ POLAR_EXPRESS = (
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 RANKS = 8
+
+
+def part_of(name: str) -> str:
+    """How the records group their parameters, written down a second time: `GPT.param_roles` must agree."""
+    if name in ("embed", "head", "embed2", "smear_gate", "skip_gates"):
+        return name
+    if name.startswith("value_embeds"):
+        return "values"
+    if name.endswith(("attention.gate", "attention.value_gate")):
+        return "gates"
+    if name == "x0_lambdas":
+        return "x0"
+    return "blocks" if name.endswith(".weight") else "scalars"
 
 
 def pieces(name: str, shape: torch.Size) -> list[slice]:

@@ -6,10 +6,10 @@ from typing import Any
 from speedrun.data.loader import LoaderConfig
 from speedrun.data.shards import TokenFolder
 from speedrun.model.gpt import GPTConfig
-from speedrun.optim.config import OptimConfig
 from speedrun.train.config import Options, Recipe, ValidationConfig, with_fields
 from speedrun.train.device import choose
 from speedrun.train.loop import Trainer
+from speedrun.train.optimizers import OptimConfig
 from speedrun.train.progress import Report
 from speedrun.train.runlog import RunFolder
 from speedrun.train.schedule import ScheduleConfig

@@ -14,7 +14,6 @@ from speedrun.cli.words import grid, option, parse, say, with_value
 from speedrun.data.loader import LoaderConfig
 from speedrun.errors import UserError
 from speedrun.model.gpt import GPTConfig
-from speedrun.optim.config import OptimConfig
 from speedrun.optim.pipeline import ORDERS
 from speedrun.options import unset
 from speedrun.race.children import arithmetic_for
@@ -28,6 +27,7 @@ from speedrun.train.device import CompilerConfig, Machine, by_name, check_proces
 from speedrun.train.distributed import PATIENCE, is_first, launch, may_restart, ranks, restarted
 from speedrun.train.gpus import GPUS
 from speedrun.train.memory import gib
+from speedrun.train.optimizers import OptimConfig
 from speedrun.train.progress import status
 from speedrun.train.runlog import read_result, read_run
 from speedrun.train.schedule import ScheduleConfig

@@ -1,7 +1,7 @@
 """Attention behind one function, whatever computes it.
 
-`attend(q, k, v, documents_BT=..., window=...)` is causal, never crosses a document boundary, and with a window looks at
-most so many tokens back. Three backends: Flash Attention 3 and torch's `varlen_attn` (flash.py), and SDPA, which
+`attend(q, k, v, documents_BT=..., window=...)` is causal, never crosses a document boundary, and looks at most `window`
+tokens back. Three backends: Flash Attention 3 and torch's `varlen_attn` (flash.py), and SDPA, which
 computes short windows block by block, so that its cost grows with tokens * window. `choose_backend` decides.
 `reference_attend` is the slow, obvious version that tests compare everything with.
 """
@@ -123,11 +123,11 @@ def reason(name: Backend, device: torch.device, lacks: dict[str, str]) -> str:
     return instead or "this GPU has it"
 
 
-# -------------------------------------------------------------------------------------------- who sees whom
+# -------------------------------------------------------------------------------------------- masks
 
 
-class Sight(NamedTuple):
-    """Who may look at whom in one forward pass: made once, and shared by all layers."""
+class AttentionMask(NamedTuple):
+    """Which keys a query may look at, in one forward pass: made once, and shared by all layers."""
 
     backend: Backend
     masks: dict[int | Tensor | None, Tensor | None]  # by window; None: plainly causal
@@ -135,16 +135,17 @@ class Sight(NamedTuple):
     longest: int = 0  # no document has more tokens
 
 
-def sight(
+def attention_mask(
     backend: Backend,
     B: int,
     T: int,
     device: torch.device,
     windows: Iterable[int | Tensor | None],
     documents_BT: Tensor | None = None,
+    *,
     edges: Tensor | None = None,
     longest: int | None = None,
-) -> Sight:
+) -> AttentionMask:
     """`edges` are those of `documents_BT`, where the caller has them: inside a graph documents cannot be counted.
 
     `longest` is the most tokens of a document; None: a row's.
@@ -152,8 +153,8 @@ def sight(
     if takes_edges(backend):
         if edges is None:
             edges = row_edges(B, T, device) if documents_BT is None else edges_of(documents_BT)
-        return Sight(backend, {}, edges, min(T, longest or T))
-    return Sight(backend, {window: plain_mask(T, device, documents_BT, window) for window in windows})
+        return AttentionMask(backend, {}, edges, min(T, longest or T))
+    return AttentionMask(backend, {window: plain_mask(T, device, documents_BT, window) for window in windows})
 
 
 def plain_mask(T: int, device: torch.device, documents_BT: Tensor | None, window: int | Tensor | None) -> Tensor | None:
@@ -198,7 +199,7 @@ def attend(
     window: int | Tensor | None = None,
     scale: float | None = None,
     backend: Backend = "sdpa",
-    shared: Sight | None = None,
+    shared: AttentionMask | None = None,
 ) -> Tensor:
     """Causal attention over heads, (B, T, H, K). Document numbers rise along a row.
 
@@ -207,7 +208,7 @@ def attend(
     """
     B, T = q_BTHK.shape[:2]
     if shared is None:
-        shared = sight(backend, B, T, q_BTHK.device, [window], documents_BT)
+        shared = attention_mask(backend, B, T, q_BTHK.device, [window], documents_BT=documents_BT)
     if shared.backend == "sdpa":
         mask = shared.masks[window]
         if isinstance(window, int) and local(T, window):

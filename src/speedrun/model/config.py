@@ -220,29 +220,19 @@ class GPTConfig:
         for layer in range(self.layers):
             into = [f"from {a}" for a, b in self.skips if b == layer]
             out = [f"to {b}" for a, b in self.skips if a == layer]
-            also = []
             has = layer not in self.no_attention
-            if has and self.attention_gates:
-                also.append("head gates")
-            if has and self.key_offset and layer in self.long_layers:
-                also.append("key offset")
-            if self.residual_lambdas:
-                also.append("residual lambda")
-            if self.x0_lambdas:
-                also.append("x0 lambdas" if self.second_embedding else "x0 lambda")
-            if layer == self.backout:
-                also.append("backout")
-            rows.append(
-                (
-                    str(layer),
-                    f"{self.heads} heads of {self.head_width}" if has else "-",
-                    f"{self.mlp_width} {self.activation}" if layer not in self.no_mlp else "-",
-                    ("long" if layer in self.long_layers else "short")
-                    if has and self.long_layers
-                    else ("all" if has else "-"),
-                    (str(values[layer]) + (" gated" if self.value_gates else "")) if layer in values else "-",
-                    ", ".join(into + out) or "-",
-                    ", ".join(also) or "-",
-                )
-            )
+            long = layer in self.long_layers
+            window = "-" if not has else "all" if not self.long_layers else "long" if long else "short"
+            also = {
+                "head gates": has and self.attention_gates,
+                "key offset": has and self.key_offset and long,
+                "residual lambda": bool(self.residual_lambdas),
+                "x0 lambdas" if self.second_embedding else "x0 lambda": self.x0_lambdas,
+                "backout": layer == self.backout,
+            }
+            attention = f"{self.heads} heads of {self.head_width}" if has else "-"
+            mlp = f"{self.mlp_width} {self.activation}" if layer not in self.no_mlp else "-"
+            value = f"{values[layer]}{' gated' * self.value_gates}" if layer in values else "-"
+            lists = into + out, [text for text, on in also.items() if on]
+            rows.append((str(layer), attention, mlp, window, value, *(", ".join(x) or "-" for x in lists)))
         return rows

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from speedrun.data.loader import LoaderConfig
 from speedrun.model.gpt import GPTConfig
-from speedrun.optim.config import OptimConfig, Part
 from speedrun.recipes import gpt2
 from speedrun.train.config import Recipe, ValidationConfig
+from speedrun.train.optimizers import OptimConfig, Part
 from speedrun.train.schedule import ScheduleConfig
 
 ABOUT = "the tuned AdamW baseline before Muon"

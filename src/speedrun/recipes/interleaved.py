@@ -10,9 +10,9 @@ from typing import Any
 
 from speedrun.data.loader import LoaderConfig
 from speedrun.model.gpt import GPTConfig
-from speedrun.optim.config import MuonPart, OptimConfig, Part
 from speedrun.recipes.normuon import BLOCK, FLOAT32_EPS
 from speedrun.train.config import Recipe, ValidationConfig
+from speedrun.train.optimizers import MuonPart, OptimConfig, Part
 from speedrun.train.schedule import ScheduleConfig
 
 ABOUT = "exact bf16 weights, betas and decay per module, multi-token prediction, ramps, the head split on the way"

@@ -11,10 +11,10 @@ from typing import Any
 
 from speedrun.data.loader import LoaderConfig
 from speedrun.model.gpt import GPTConfig
-from speedrun.optim.config import OptimConfig, Part
 from speedrun.recipes import interleaved
 from speedrun.recipes.normuon import BLOCK
 from speedrun.train.config import Recipe, ValidationConfig
+from speedrun.train.optimizers import OptimConfig, Part
 from speedrun.train.schedule import ScheduleConfig
 
 ABOUT = "the short record's techniques at medium size, with a second embedding"

@@ -6,9 +6,9 @@ matrices on which the iteration fails, a choice of methods) is in `speedrun.opti
 
 from dataclasses import replace
 
-from speedrun.optim.config import MuonPart, OptimConfig, Part
 from speedrun.recipes import adamw, gpt2
 from speedrun.train.config import Recipe
+from speedrun.train.optimizers import MuonPart, OptimConfig, Part
 from speedrun.train.schedule import ScheduleConfig
 
 ABOUT = "Muon: query, key and value orthogonalised apart, updates of unit variance"

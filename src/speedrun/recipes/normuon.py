@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from speedrun.data.loader import LoaderConfig
 from speedrun.model.gpt import GPTConfig
-from speedrun.optim.config import MuonPart, OptimConfig, Part
 from speedrun.train.config import Recipe, ValidationConfig
+from speedrun.train.optimizers import MuonPart, OptimConfig, Part
 from speedrun.train.schedule import ScheduleConfig
 
 ABOUT = "NorMuon with Polar Express, on a model with value embeddings, gates, skips and windows"

@@ -7,9 +7,9 @@ query-key-value matrix is orthogonalised as one, and the update is not scaled. R
 
 from dataclasses import replace
 
-from speedrun.optim.config import MuonPart, OptimConfig, Part
 from speedrun.recipes import adamw, gpt2
 from speedrun.train.config import Recipe
+from speedrun.train.optimizers import MuonPart, OptimConfig, Part
 from speedrun.train.schedule import ScheduleConfig
 
 ABOUT = "AdamW's successor: orthogonalised Nesterov momentum for the matrices"

@@ -16,9 +16,9 @@ from speedrun.checks import AboveZero, Count, Positive, check_fields
 from speedrun.data.loader import LoaderConfig
 from speedrun.errors import UserError, nearest
 from speedrun.model.gpt import GPTConfig
-from speedrun.optim.config import OptimConfig
 from speedrun.train.device import CompilerConfig
 from speedrun.train.distributed import PATIENCE
+from speedrun.train.optimizers import OptimConfig
 from speedrun.train.schedule import ScheduleConfig
 
 

@@ -22,10 +22,9 @@ from torch import nn
 
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError
-from speedrun.model.gpt import GPTConfig, Windows, flops_per_token
+from speedrun.model.gpt import GPTConfig, Role, Windows, flops_per_token
 from speedrun.optim import Combined, Muon, Snoo
 from speedrun.optim.base import value_at
-from speedrun.optim.config import part_of
 from speedrun.tracks import Track
 from speedrun.train import scale
 from speedrun.train.clock import synchronize
@@ -139,7 +138,7 @@ def examine(recipe: Recipe, track: Track, machine: Machine, options: Options, ou
         problems.append(str(e))
     schedule = recipe.schedule
     model, optimizer, states = skeleton(recipe)
-    names = {p: name for name, p in model.named_parameters()}
+    roles = dict(zip(model.parameters(), model.param_roles().values(), strict=True))
     memory = memory_of(recipe, machine, options, ranks)
     problems += problems_of(memory, recipe)
     smaller: dict[tuple[int, int], int] = {}  # (rows, of how many): since which step
@@ -152,7 +151,7 @@ def examine(recipe: Recipe, track: Track, machine: Machine, options: Options, ou
         for (rows, mine), step in smaller.items()
     ]
 
-    size = checkpoint_bytes(recipe, list(names), states)
+    size = checkpoint_bytes(recipe, list(model.parameters()), states)
     count = options.keep + 1 if options.checkpoint_every else int(options.final_checkpoint)
     free = shutil.disk_usage(next(p for p in (out.absolute(), *out.absolute().parents) if p.is_dir())).free
     if size * count > free:
@@ -169,7 +168,7 @@ def examine(recipe: Recipe, track: Track, machine: Machine, options: Options, ou
     return DryRun(
         recipe=recipe,
         ranks=ranks,
-        kinds=kinds_of(optimizer, names, states, recipe),
+        kinds=kinds_of(optimizer, roles, states, recipe),
         spans=laid,
         memory=memory,
         checkpoint=size,
@@ -191,13 +190,8 @@ def examine(recipe: Recipe, track: Track, machine: Machine, options: Options, ou
 # -------------------------------------------------------------------- parameters
 
 
-def kind_of(name: str) -> str:
-    """What a person would call a parameter: the part of the model, and which matrix inside the blocks."""
-    if part_of(name) != "blocks":
-        return part_of(name).replace("_", " ")
-    if ".attention." in name:
-        return "attention"
-    return "MLP up" if name.endswith("up.weight") else "MLP down"
+NAMES = {"attention_qkv": "attention", "attention_out": "attention", "mlp_up": "MLP up", "mlp_down": "MLP down"}
+"""What the table calls these roles; the others have their own names."""
 
 
 def members_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
@@ -207,7 +201,7 @@ def members_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
 
 
 def kinds_of(
-    optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], states: dict[Any, int], recipe: Recipe
+    optimizer: torch.optim.Optimizer, roles: dict[nn.Parameter, Role], states: dict[Any, int], recipe: Recipe
 ) -> tuple[Kind, ...]:
     rows: dict[tuple[str, str, float, float], list[nn.Parameter]] = {}
     for member in members_of(optimizer):
@@ -217,8 +211,9 @@ def kinds_of(
             if who == "Adam" and group["weight_decay"] and group["decay"] == "decoupled":
                 who = "AdamW"
             for index, p in enumerate(group["params"]):
+                kind = NAMES.get(roles[p], roles[p].replace("_", " "))
                 lr = group["initial_lr"] * value_at(group["lr_mul"], index)
-                rows.setdefault((kind_of(names[p]), who, lr, lr / base if base else 1.0), []).append(p)
+                rows.setdefault((kind, who, lr, lr / base if base else 1.0), []).append(p)
     return tuple(
         Kind(
             kind, who, len(ps), sum(p.numel() for p in ps), lr, multiplier, sum(p.nbytes for p in ps),

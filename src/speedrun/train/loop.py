@@ -33,7 +33,6 @@ from speedrun.model.gpt import GPT
 from speedrun.model.head import describe_fp8
 from speedrun.optim import Interleaved, Snoo
 from speedrun.optim.base import NonFiniteGradient, SpeedrunOptimizer
-from speedrun.optim.config import build_optimizer, copy_state
 from speedrun.optim.pipeline import Comm
 from speedrun.train import checkpoint, scale, telemetry, trace
 from speedrun.train.clock import Clock, synchronize
@@ -42,6 +41,7 @@ from speedrun.train.device import Machine, compiled
 from speedrun.train.distributed import Muted
 from speedrun.train.load import Load, Pace, SleepWhileBusy, busy_line
 from speedrun.train.memory import check_rows, memory_of
+from speedrun.train.optimizers import build_optimizer, copy_state
 from speedrun.train.progress import Report
 from speedrun.train.runlog import Result, RunFolder, Status, now, train_line, val_line
 from speedrun.train.schedule import Stage
@@ -110,6 +110,7 @@ class Trainer:
         self.profiler = trace.recorder(self.device, options.trace, about) if options.trace else None
         self.optimizer = build_optimizer(
             self.model.named_parameters(),
+            self.model.param_roles(),
             recipe.optim,
             self.shared if self.comm.size > 1 else None,
             machine.dtype,

@@ -23,10 +23,10 @@ from speedrun.model.flash import row_edges
 from speedrun.model.gpt import GPT
 from speedrun.model.head import piece_rows
 from speedrun.optim import Snoo
-from speedrun.optim.config import build_optimizer
 from speedrun.train import gpus, telemetry
 from speedrun.train.config import Options, Recipe
 from speedrun.train.device import Machine
+from speedrun.train.optimizers import build_optimizer
 from speedrun.train.schedule import Stage
 
 LOGIT_COPIES = 3  # live at once in a forward pass without gradients: before, within and after the cap on the logits
@@ -82,7 +82,7 @@ def skeleton(recipe: Recipe) -> tuple[GPT, torch.optim.Optimizer, dict[Any, int]
         model = GPT(recipe.model, recipe.context)
         if recipe.optim.weights != "float32":
             model.store_matrices(torch.bfloat16)
-        optimizer = build_optimizer(model.named_parameters(), recipe.optim)
+        optimizer = build_optimizer(model.named_parameters(), model.param_roles(), recipe.optim)
     return model, optimizer, optimizer.state_bytes()
 
 

@@ -1,26 +1,23 @@
-"""How a recipe describes its optimizers, and how they are built for the parts of a GPT.
+"""How a recipe describes its optimizers, and how they are built from the roles of a model's parameters.
 
-A model's parameters fall into parts by name (`part_of`). The matrices inside the blocks are trained by AdamW or by the
-Muon family; every other part by Adam, with its own rate, betas and decay.
+The matrices inside the blocks are trained by AdamW or by the Muon family. Every other role is trained by Adam, with the
+learning rate, betas and decay of the field of `OptimConfig` that has its name.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, assert_never, get_args, get_type_hints
 
 import torch
 from torch import nn
 
-from speedrun.optim.adam import Adam
-from speedrun.optim.base import SpeedrunOptimizer, copied
-from speedrun.optim.combined import Combined
-from speedrun.optim.interleave import Interleaved
-from speedrun.optim.muon import Muon, NorMuon
-from speedrun.optim.orthogonalize import NEWTON_SCHULZ_PER_STEP
-from speedrun.optim.outer import Snoo
+from speedrun.model.gpt import MATRICES, TABLES, Role
+from speedrun.optim import NEWTON_SCHULZ_PER_STEP, Adam, Combined, Interleaved, Muon, NorMuon, Snoo
+from speedrun.optim.base import copied
 
-AnyOptimizer = SpeedrunOptimizer | Combined | Interleaved | Snoo
+AnyOptimizer = Adam | Muon | Combined | Interleaved | Snoo
+Named = list[tuple[str, nn.Parameter]]
 
 
 @dataclass(frozen=True)
@@ -149,7 +146,8 @@ class OptimConfig:
         _check(self, "optim.")
 
 
-PARTS = ("blocks", "embed", "head", "embed2", "values", "gates", "smear_gate", "skip_gates", "x0", "scalars")
+PARTS = tuple(f.name for f in fields(OptimConfig) if f.type is Part)
+"""The groups of parameters that Adam can train, in the order of its parameter groups."""
 MOST_RANKS = 2**16
 _BETAS = ("beta1", "beta2", "momentum", "update_ema")
 
@@ -181,41 +179,50 @@ def _check(config: Any, prefix: str) -> None:
             raise ValueError(f"{name} is {value}; it must be at most {MOST_RANKS}, or gradients vanish beside eps.")
 
 
-def part_of(name: str) -> str:
-    """Which part of a GPT a parameter belongs to."""
-    if name in ("embed", "head", "embed2", "smear_gate", "skip_gates"):
-        return name
-    if name.startswith("value_embeds"):
-        return "values"
-    if name.endswith(("attention.gate", "attention.value_gate")):
-        return "gates"
-    if name == "x0_lambdas":
-        return "x0"
-    return "blocks" if name.endswith(".weight") else "scalars"
+def part_of(role: Role) -> str:
+    """The field of `OptimConfig` that says how Adam trains parameters of this role."""
+    return "blocks" if role in MATRICES else role
 
 
 def build_optimizer(
     named: Iterable[tuple[str, nn.Parameter]],
+    roles: Mapping[str, Role],
     config: OptimConfig,
-    together: Callable[[list[SpeedrunOptimizer]], Interleaved] | None = None,
+    combine: Callable[[list[Any]], AnyOptimizer] | None = None,
     dtype: torch.dtype | None = None,
 ) -> AnyOptimizer:
-    """The optimizers of a GPT as one. Each group keeps its base rate as `initial_lr`, and says its `part`.
+    """One optimizer for the named parameters, whose roles are `GPT.param_roles()`.
 
-    `together` makes one of them, for ranks that share the work; by default they are combined in this process.
-    `dtype` is the arithmetic of orthogonalisation; None takes what the device is usually fast at.
+    Each parameter group keeps its base learning rate as `initial_lr` and has the name of its `part`.
+
+    Args:
+        combine: Makes one optimizer of several, for ranks that share the work. Default: `Combined`, in this process.
+        dtype: Arithmetic of the orthogonalization. Default: a dtype in which the device is usually fast.
     """
-    parts: dict[str, list[tuple[str, nn.Parameter]]] = {part: [] for part in PARTS}
+    parts: dict[str, Named] = {part: [] for part in PARTS}
     for name, parameter in named:
-        parts[part_of(name)].append((name, parameter))
-    members: list[SpeedrunOptimizer] = []
-    if config.matrices != "adam" and parts["blocks"]:
-        inside = parts.pop("blocks")
-        if config.muon.gates:
-            inside += parts.pop("gates")
-        if config.muon.gates and config.muon.smear_gate:
-            inside += parts.pop("smear_gate")
-        members.append(_build_muon(inside, config, dtype))
+        parts[part_of(roles[name])].append((name, parameter))
+    members: list[Adam | Muon] = []
+    match config.matrices:
+        case "adam":
+            pass
+        case "muon":
+            members += _build_muon(Muon, parts, roles, config, {"dtype": dtype})
+        case "normuon":
+            members += _build_muon(NorMuon, parts, roles, config, {"dtype": dtype, "beta2": config.muon.beta2})
+        case _ as unknown:
+            assert_never(unknown)
+    members += _build_adam(parts, config)
+    if combine is not None:
+        optimizer = combine(members)
+    else:
+        optimizer = members[0] if len(members) == 1 else Combined(*members)
+    snoo = config.snoo
+    return Snoo(optimizer, snoo.lr, snoo.momentum, snoo.k) if snoo.k else optimizer
+
+
+def _build_adam(parts: dict[str, Named], config: OptimConfig) -> list[Adam]:
+    """Adam for the parts that have parameters; none if there is no such part."""
     groups = []
     for part, inside in parts.items():
         if not inside:
@@ -223,55 +230,54 @@ def build_optimizer(
         p: Part = getattr(config, part)
         betas = tuple(base if own == -1 else own for own, base in ((p.beta1, config.beta1), (p.beta2, config.beta2)))
         rate = config.lr * p.lr
-        table = part in ("embed", "embed2", "values", "head")
         groups.append(
             {
                 "params": inside, "lr": rate, "initial_lr": rate, "betas": betas, "part": part,
-                "weight_decay": config.weight_decay * p.decay, "row_beta1": config.row_beta1 and table,
+                "weight_decay": config.weight_decay * p.decay, "row_beta1": config.row_beta1 and part in TABLES,
             }
         )  # fmt: skip
-    if groups:
-        members.append(
-            Adam(
-                groups, lr=config.lr, eps=config.eps, eps_at=config.eps_at, decay=config.decay,
-                decay_by=config.decay_by, every=config.every, exact_bf16=config.weights == "exact-bf16",
-            )
-        )  # fmt: skip
-    optimizer: AnyOptimizer
-    if together is not None:
-        optimizer = together(members)
-    else:
-        optimizer = members[0] if len(members) == 1 else Combined(*members)
-    if config.snoo.k:
-        optimizer = Snoo(optimizer, config.snoo.lr, config.snoo.momentum, config.snoo.k)
-    return optimizer
-
-
-def _build_muon(inside: list[tuple[str, nn.Parameter]], config: OptimConfig, dtype: torch.dtype | None) -> Muon:
-    m = config.muon
-    per_step = m.method == "newton-schulz-per-step"
     options: dict[str, Any] = {
-        "momentum": m.momentum, "nesterov": m.nesterov, "momentum_form": m.momentum_form,
-        "method": "newton-schulz" if per_step else m.method, "steps": m.steps,
-        "coefficients": NEWTON_SCHULZ_PER_STEP if per_step else None, "scale": m.scale,
-        "weight_decay": m.weight_decay, "decay": m.decay, "decay_by": m.decay_by, "update_ema": m.update_ema,
-        "exact_bf16": config.weights == "exact-bf16", "dtype": dtype,
+        "lr": config.lr, "eps": config.eps, "eps_at": config.eps_at, "decay": config.decay,
+        "decay_by": config.decay_by, "every": config.every, "exact_bf16": config.weights == "exact-bf16",
     }  # fmt: skip
-    if config.matrices == "normuon":
-        options["beta2"] = m.beta2
-        options["axis"] = [None if part_of(n) == "blocks" else -1 for n, _ in inside]  # gates: one number per head
+    return [Adam(groups, **options)] if groups else []
 
-    def rate(name: str) -> float:
-        if part_of(name) != "blocks":
-            return m.gates_lr
-        return m.up_lr if name.endswith("up.weight") else m.down_lr if name.endswith("down.weight") else m.attention_lr
 
+def _build_muon(
+    kind: type[Muon], parts: dict[str, Named], roles: Mapping[str, Role], config: OptimConfig, options: dict[str, Any]
+) -> list[Muon]:
+    """Take the matrices, and the gates if asked, out of `parts`; none if there are no matrices."""
+    m = config.muon
+    if not parts["blocks"]:
+        return []
+    inside = parts.pop("blocks")
+    if m.gates:
+        inside += parts.pop("gates")
+    if m.gates and m.smear_gate:
+        inside += parts.pop("smear_gate")
+    taken = [roles[name] for name, _ in inside]
+    if issubclass(kind, NorMuon):
+        options["axis"] = [None if role in MATRICES else -1 for role in taken]  # gates: one number per head
+    rates: dict[Role, float] = {
+        "attention_qkv": m.attention_lr, "attention_out": m.attention_lr, "mlp_up": m.up_lr, "mlp_down": m.down_lr,
+        "gates": m.gates_lr, "smear_gate": m.gates_lr,
+    }  # fmt: skip
     group = {
-        "params": inside, "lr": m.lr, "initial_lr": m.lr, "part": "blocks", "lr_mul": [rate(n) for n, _ in inside],
-        "wd_mul": [m.mlp_decay if n.endswith(("up.weight", "down.weight")) else 1.0 for n, _ in inside],
-        "blocks": [3 if m.split_qkv and n.endswith("qkv.weight") else 1 for n, _ in inside],
+        "params": inside, "lr": m.lr, "initial_lr": m.lr, "part": "blocks", "lr_mul": [rates[role] for role in taken],
+        "wd_mul": [m.mlp_decay if role in ("mlp_up", "mlp_down") else 1.0 for role in taken],
+        "blocks": [3 if m.split_qkv and role == "attention_qkv" else 1 for role in taken],
     }  # fmt: skip
-    return (NorMuon if config.matrices == "normuon" else Muon)([group], lr=m.lr, **options)
+    per_step = m.method == "newton-schulz-per-step"
+    method: Any = "newton-schulz" if per_step else m.method
+    return [
+        kind(
+            [group], lr=m.lr, momentum=m.momentum, nesterov=m.nesterov, momentum_form=m.momentum_form,
+            method=method, steps=m.steps,
+            coefficients=NEWTON_SCHULZ_PER_STEP if per_step else None, scale=m.scale, weight_decay=m.weight_decay,
+            decay=m.decay, decay_by=m.decay_by, update_ema=m.update_ema, exact_bf16=config.weights == "exact-bf16",
+            **options,
+        )
+    ]  # fmt: skip
 
 
 def copy_state(optimizer: torch.optim.Optimizer, source: nn.Parameter, target: nn.Parameter) -> None:
