@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from speedrun.data.shards import TokenFolder, TokenInfo
+from speedrun.data.shards import TokenFolder
 from speedrun.doctor import Finding
 from speedrun.files import write_atomic
 from speedrun.model.attention import Backend, attend, reference_attend
@@ -72,10 +72,10 @@ def write(
             grid([(line.what, line.predicted, line.measured) for line in lines])
 
     keep("Attention and 8-bit head against plain versions, relative errors", parity(recipe, machine))
-    info = TokenInfo("made up", "", min(recipe.model.vocab, 2**16), 0, {})
     with tempfile.TemporaryDirectory() as folder:
+        tokens = TokenFolder("made up", "", min(recipe.model.vocab, 2**16), 0, {}, path=Path(folder))
         trainer = Trainer(
-            recipe, TokenFolder(Path(folder), info), machine, options, Muted(Path(folder)),
+            recipe, tokens, machine, options, Muted(Path(folder)),
             Report(recipe.schedule.total, quiet=True), comm,
         )  # fmt: skip
         for stage in kinds_of_steps(recipe):

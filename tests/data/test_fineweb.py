@@ -21,7 +21,7 @@ from tiny_hub import INFO, RESOLVE, STORE, Hub
 from speedrun import cli, tracks
 from speedrun.data import fineweb, hub
 from speedrun.data.loader import LoaderConfig
-from speedrun.data.shards import TokenFolder, TokenInfo, write_shard
+from speedrun.data.shards import TokenFolder, write_shard
 from speedrun.errors import UserError
 from speedrun.recipes import get_recipe
 from speedrun.train import run
@@ -331,7 +331,7 @@ def test_chunks_that_do_not_exist(far: Hub, tmp_path: Path, chunks: int) -> None
 def test_a_folder_of_other_tokens_is_left_alone(far: Hub, folder: Path) -> None:
     folder.mkdir(parents=True)
     write_shard(folder / "train_000000.bin", np.zeros(10, dtype=np.int64))
-    TokenFolder(folder, TokenInfo("pocket", "", 4096, 0, {})).write()
+    TokenFolder("pocket", "", 4096, 0, {}, path=folder).write()
     with pytest.raises(UserError, match="holds tokens of 'pocket', not of GPT-2; move it away"):
         tracks.fineweb()
 

@@ -7,6 +7,7 @@ import shlex
 import stat
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -115,6 +116,24 @@ def test_a_damaged_file_is_said_and_written_anew(content: str, home: Path, pytho
     assert str(home / arithmetic.FILE) in why
     assert choose_on_cpu(MODEL, 64, 1)[1].count(";") == 0, "it is whole again"
     assert python.trials == 1
+
+
+@pytest.mark.parametrize(
+    "seconds", [{}, {"float32": [1.0] * 3, "bfloat16": [0.5]}, {"float32": [1.0], "bfloat16": [1.0], "failed": "died"}]
+)
+def test_a_trial_that_cannot_have_been_is_made_again(seconds: dict[str, Any], home: Path, python: Python) -> None:
+    python.measures([1.0] * 3, [0.5] * 3)
+    choose_on_cpu(MODEL, 64, 1)
+    file = home / arithmetic.FILE
+    stored = json.loads(file.read_text())
+    for field in ("float32", "bfloat16", "failed"):
+        del stored["trials"][0][field]
+    stored["trials"][0] |= seconds
+    file.write_text(json.dumps(stored))
+    found, why = choose_on_cpu(MODEL, 64, 1)
+    assert found == torch.bfloat16
+    assert f"{file} is damaged at trials[0]" in why
+    assert python.trials == 2
 
 
 def test_a_home_that_cannot_be_written_costs_a_sentence_and_a_trial_each_time(home: Path, python: Python) -> None:

@@ -58,6 +58,17 @@ def test_a_run_learns_and_leaves_its_numbers(tokens: TokenFolder, tmp_path: Path
     assert "step:40/40 val_loss:" in (tmp_path / "run" / "log.txt").read_text()
 
 
+@pytest.mark.parametrize(("cores", "told"), [(0.75, True), (0.1, False), (None, False)])
+def test_a_run_tells_and_keeps_how_busy_others_were(
+    cores: float | None, told: bool, tokens: TokenFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("speedrun.train.load.Load.others", lambda _: cores)
+    tiny_trainer(tokens, tmp_path / "run").run()
+    assert read_result(tmp_path / "run").others == cores
+    said = (tmp_path / "run" / "log.txt").read_text()
+    assert ("busy machine: other processes keep 0.8 of" in said) == told
+
+
 def test_the_same_seed_gives_the_same_bits_and_another_does_not(tokens: TokenFolder, tmp_path: Path) -> None:
     runs = [tiny_trainer(tokens, tmp_path / str(i), seed=seed) for i, seed in enumerate((3, 3, 4))]
     for trainer in runs:

@@ -8,6 +8,7 @@ other: `speedrun data verify` checks it, and `speedrun train --data` takes it. S
 used as they are, with no sha256, until a fetch has looked at them.
 """
 
+import dataclasses
 import os
 import re
 import shutil
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from speedrun.data import gpt2, hub
 from speedrun.data.loader import Loader, LoaderConfig
-from speedrun.data.shards import TokenFile, TokenFolder, TokenInfo, list_shards, open_shard
+from speedrun.data.shards import TokenFile, TokenFolder, list_shards, open_shard
 from speedrun.data.tokenizer import Tokenizer
 from speedrun.errors import UserError
 from speedrun.files import fsync_file, fsync_folder, home, locked, scratch, sha256_file
@@ -106,7 +107,7 @@ def load() -> TokenFolder:
         raise UserError(
             f"{path / train_name(gaps[0])} is missing, though later chunks are there; run `{FETCH} {max(chunks)}`."
         )
-    return listed.with_info(files=files)
+    return dataclasses.replace(listed, files=files)
 
 
 def _chunks(names: Iterable[str]) -> set[int]:
@@ -125,7 +126,7 @@ def _listed(path: Path) -> TokenFolder:
 
 
 def _nothing(path: Path) -> TokenFolder:
-    return TokenFolder(path, TokenInfo("gpt2", "", gpt2.VOCAB_SIZE, gpt2.BOS, {}))
+    return TokenFolder("gpt2", "", gpt2.VOCAB_SIZE, gpt2.BOS, {}, path=path)
 
 
 # --- fetching ---
@@ -188,7 +189,7 @@ def _same(path: Path, remote: hub.Remote) -> bool:
 def _add(listed: TokenFolder, name: str, sha256: str) -> TokenFolder:
     """tokens.json with one more file; written after the file, so that it never promises what is not there."""
     files = {**listed.files, name: TokenFile(len(open_shard(listed.path / name)), sha256)}
-    grown = listed.with_info(files=files)
+    grown = dataclasses.replace(listed, files=files)
     grown.write()
     return grown
 
@@ -206,5 +207,6 @@ def add_tokenizer(folder: TokenFolder) -> TokenFolder:
     """Put GPT-2's tokenizer.json beside the shards: with it, models trained on them can write text."""
     if not folder.tokenizer_path.exists() or sha256_file(folder.tokenizer_path) != folder.tokenizer_sha256:
         Tokenizer.load("gpt2").save(folder.tokenizer_path)
-        _listed(folder.path).with_info(tokenizer_sha256=sha256_file(folder.tokenizer_path)).write()
+        sha256 = sha256_file(folder.tokenizer_path)
+        dataclasses.replace(_listed(folder.path), tokenizer_sha256=sha256).write()
     return load()

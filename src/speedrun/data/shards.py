@@ -14,7 +14,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from msgspec import Meta
@@ -162,34 +162,10 @@ class TokenInfo:
 
 
 @dataclass(frozen=True)
-class TokenFolder:
+class TokenFolder(TokenInfo):
     """A folder of shards with its description, as read from `tokens.json`."""
 
-    path: Path
-    info: TokenInfo
-
-    @property
-    def tokenizer(self) -> str:
-        return self.info.tokenizer
-
-    @property
-    def vocab_size(self) -> int:
-        return self.info.vocab_size
-
-    @property
-    def bos(self) -> int:
-        return self.info.bos
-
-    @property
-    def files(self) -> dict[str, TokenFile]:
-        return self.info.files
-
-    @property
-    def tokenizer_sha256(self) -> str:
-        return self.info.tokenizer_sha256
-
-    def with_info(self, **changes: Any) -> "TokenFolder":
-        return TokenFolder(self.path, dataclasses.replace(self.info, **changes))
+    path: Path = dataclasses.field(kw_only=True)
 
     @property
     def tokenizer_path(self) -> Path:
@@ -205,19 +181,20 @@ class TokenFolder:
             )
         if path.is_file():
             raise UserError(f"{path} is a file, but a token folder is needed.")
-        return cls(path, read_json(described, TokenInfo, "Prepare or encode the folder again."))
+        return cls(**vars(read_json(described, TokenInfo, "Prepare or encode the folder again.")), path=path)
 
     @classmethod
     def describe(cls, path: Path, *, tokenizer: str, vocab_size: int, bos: int) -> "TokenFolder":
         """Write `tokens.json` for the shards and the tokenizer.json that already lie in `path`."""
         files = {p.name: TokenFile(len(open_shard(p)), sha256_file(p)) for p in sorted(path.glob("*.bin"))}
-        folder = cls(path, TokenInfo(tokenizer, sha256_file(path / "tokenizer.json"), vocab_size, bos, files))
+        folder = cls(tokenizer, sha256_file(path / "tokenizer.json"), vocab_size, bos, files, path=path)
         folder.write()
         return folder
 
     def write(self) -> None:
         """Write the description into the folder."""
-        write_json(self.path / "tokens.json", dataclasses.asdict(self.info))
+        info = {name: value for name, value in dataclasses.asdict(self).items() if name != "path"}
+        write_json(self.path / "tokens.json", info)
 
     def verify(self) -> None:
         """Check every file against its sha256; the error names the first wrong one."""

@@ -239,10 +239,6 @@ class Rows(RowLog):
     def known(self) -> set[tuple[str, int]]:
         return {(row["variant"], row["seed"]) for row in self.rows}
 
-    @property
-    def minutes(self) -> float:
-        return float(sum(row["minutes"] for row in self.rows))
-
     def minutes_of(self, name: str) -> float:
         """What a run of this variant took, or of any; before the first one nothing is known."""
         own = [row["minutes"] for row in self.rows if row["variant"] == name] or [row["minutes"] for row in self.rows]

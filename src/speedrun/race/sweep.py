@@ -122,24 +122,19 @@ class Range:
             raise UserError(f"{text!r} names no values; write {name}=a,b,c or {name}=low..high.")
         return cls(name, choices)
 
-    def draw(self, rng: random.Random) -> Any:
-        if self.choices:
-            return rng.choice(self.choices)
-        x = (
-            math.exp(rng.uniform(math.log(self.low), math.log(self.high)))
-            if self.log
-            else rng.uniform(self.low, self.high)
-        )
+    def at(self, share: float) -> Any:
+        """The value so far on the way from low to high."""
+        low, high = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
+        x = low + (high - low) * share
+        x = math.exp(x) if self.log else x
         return round(x) if self.whole else float(f"{x:.3g}")
+
+    def draw(self, rng: random.Random) -> Any:
+        return rng.choice(self.choices) if self.choices else self.at(rng.random())
 
     def ladder(self) -> list[Any]:
         """Values for one-at-a-time search: the list, or five points of the range."""
-        if self.choices:
-            return self.choices
-        ends = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
-        points = [ends[0] + (ends[1] - ends[0]) * i / 4 for i in range(5)]
-        values = [math.exp(p) if self.log else p for p in points]
-        return list(dict.fromkeys(round(v) if self.whole else float(f"{v:.3g}") for v in values))
+        return self.choices or list(dict.fromkeys(self.at(i / 4) for i in range(5)))
 
 
 def value_of(text: str, old: Any, name: str) -> Any:
@@ -169,10 +164,6 @@ class Bench:
             console.print(f"the last row of {self.log.file} was torn; it is dropped")
         self.rows = self.log.rows
         self.known = {r["key"]: r for r in self.rows}
-
-    @property
-    def minutes(self) -> float:
-        return sum(r["minutes"] for r in self.rows)
 
     def loss(self, changes: Fields, share: float = 1.0) -> float:
         """Mean loss of a candidate over the seeds, at a share of its full steps; infinite for one that fails."""
@@ -213,7 +204,7 @@ class Bench:
         key = hashlib.sha256(json.dumps([kind, sorted(changes.items()), seed, steps]).encode()).hexdigest()[:16]
         if key in self.known:
             return self.known[key]
-        if self.minutes >= self.given.budget:
+        if self.log.minutes >= self.given.budget:
             raise BudgetSpent
         row = self.execute(kind, changes, seed, steps, key)
         self.log.add(row)
@@ -292,6 +283,10 @@ class RowLog:
         self.torn = file.exists() and not file.read_bytes().endswith(b"\n")
         if self.torn:
             write_atomic(file, "".join(json.dumps(row) + "\n" for row in self.rows))
+
+    @property
+    def minutes(self) -> float:
+        return float(sum(row["minutes"] for row in self.rows))
 
     def add(self, row: dict[str, Any]) -> None:
         with explained(self.file), open(self.file, "a") as f:

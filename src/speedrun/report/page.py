@@ -81,21 +81,8 @@ def key(entries: Iterable[tuple[str, str, str]]) -> str:
     return make("key", [(name, on_page(mark)) for name, mark in marks])
 
 
-def bullets(lines: Iterable[str]) -> str:
-    return make("bullets", lines)
-
-
-def heading(words: str) -> str:
-    return make("heading", words)
-
-
-def details(summary: str, inner: str) -> str:
-    """Something long, folded."""
-    return make("details", summary, inner)
-
-
-def paragraph(words: str, kind: str = "") -> str:
-    return make("paragraph", words, kind)
+bullets, heading, paragraph = (partial(make, name) for name in ("bullets", "heading", "paragraph"))
+details = partial(make, "details")  # something long, folded: its summary, and what is inside
 
 
 def finish(title: str, lead: Lead, sections: Iterable[Section | None]) -> str:

@@ -73,6 +73,10 @@ class Tried:
     limit: str | None = None
     """Instruction set that oneDNN had to be limited to, or the trial would have died."""
 
+    def __post_init__(self) -> None:
+        if len(self.float32) != len(self.bfloat16) or bool(self.float32) == bool(self.failed):
+            raise ValueError(f"{len(self.float32)} and {len(self.bfloat16)} seconds, failed: {self.failed}")
+
     @property
     def faster(self) -> bool:
         """Whether bfloat16 was clearly faster in every trial."""

@@ -103,8 +103,6 @@ class DryRun:
     """Of all validations; None when the number of tokens is not known."""
     flops_per_second: float | None
     """Of bare matmuls here, measured; None: the device is not here."""
-    tokens_there: int | None
-    """Training tokens in the data; None: it is not there."""
     problems: tuple[str, ...]
     """What does not fit, a sentence each."""
     unknown: str | None
@@ -122,10 +120,10 @@ def examine(recipe: Recipe, track: Track, machine: Machine, options: Options, ou
     obey(recipe, track)
     problems: list[str] = []
     notes: list[str] = []
-    tokens_there, validated = None, track.val_tokens
+    validated = track.val_tokens
     try:
         tokens = track.locate()
-        tokens_there, val = tokens.tokens("train"), tokens.tokens("val")
+        _, val = tokens.tokens("train"), tokens.tokens("val")  # both must be there
     except UserError as e:
         (problems if machine.here else notes).append(str(e))
     else:
@@ -177,7 +175,6 @@ def examine(recipe: Recipe, track: Track, machine: Machine, options: Options, ou
         flops=sum(s.tokens * flops_per_token(recipe.model, s.length, s.windows) for s in laid),
         validation_flops=None if validated is None else validated * times * once,
         flops_per_second=matmul_speed(machine, recipe.model) if machine.here else None,
-        tokens_there=tokens_there,
         problems=tuple(problems),
         unknown=None
         if memory.measured is not None
