@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from speedrun.optim.dtensor import is_sharded, largest, local_of, meshes_of, placed_as, refuse_state
 from speedrun.optim.exact_bf16 import checksum, join, split
-from speedrun.optim.sharded import is_sharded, largest, local_of, meshes_of, placed_as, refuse_state
 
 Group = dict[str, Any]
 States = dict[str, dict[str, Any]]

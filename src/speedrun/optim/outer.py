@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 from speedrun.optim.base import States, by_name, named, put_back, require
 from speedrun.optim.combined import Plain
-from speedrun.optim.sharded import is_sharded, refuse_state
+from speedrun.optim.dtensor import is_sharded, refuse_state
 
 Loss = TypeVar("Loss")
 NUMBERS = ("count", "lr", "momentum", "k")
