@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
-from speedrun.optim.base import Group, SpeedrunOptimizer, Work, require
+from speedrun.optim.base import SpeedrunOptimizer, Work
 from speedrun.optim.dtensor import local_of
 from speedrun.optim.functional import adam_apply_, adam_moments_
 from speedrun.optim.muon import Decay, DecayBy
+from speedrun.optim.state import Group, require
 
 EpsAt = Literal["corrected", "uncorrected"]
 

@@ -24,7 +24,7 @@ into place).
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
@@ -33,12 +33,13 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.profiler import record_function
 
-from speedrun.optim.base import NonFiniteGradient, SpeedrunOptimizer, States, Work, all_finite, copied, named, value_at
+from speedrun.optim.base import NonFiniteGradient, SpeedrunOptimizer, Work, all_finite
 from speedrun.optim.exact_bf16 import join
 from speedrun.optim.muon import Grid, Muon
 from speedrun.optim.orthogonalize import fast_dtype
 from speedrun.optim.pipeline import ORDERS, Comm, Item, Matrices, Order, Ref, Rows, Small, check_order
 from speedrun.optim.polynomial import multiplications
+from speedrun.optim.state import States, copied, named, value_at
 
 Loss = TypeVar("Loss")
 
@@ -156,6 +157,10 @@ class Interleaved(Optimizer):
                 label = f"matrices {sum(isinstance(item, Matrices) for item in items)}"
                 items.append(Matrices(label, part, self.comm, self.divisor, load, effort))
         return items
+
+    def members(self) -> list[Any]:
+        """None: `agree` checks the gradients of all ranks."""
+        return []
 
     # ---------------------------------------------------------------- backward
 
@@ -311,7 +316,7 @@ class Interleaved(Optimizer):
         return sums.tolist()
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, parameters: Iterable[Tensor] | None = None) -> Tensor:
         """What `torch.nn.utils.clip_grad_norm_` does, for the gradient of all ranks. All call it, before `step`.
 
         The norm is known when every reduction has arrived, so none of them hides behind computing any more. `.grad`
@@ -442,7 +447,7 @@ class Interleaved(Optimizer):
                 ref.member.state.pop(local, None)
                 if parts.get(ref.name):
                     ref.member.state[local] = copied(parts[ref.name], local.device)
-                ref.member.vouch(local)
+                ref.member.trust_remainder(local)
 
     def copy_state(self, source: Tensor, target: Tensor) -> None:
         """What has been learned about one parameter becomes what is known about another of the same shape."""
@@ -454,7 +459,7 @@ class Interleaved(Optimizer):
     def master(self, p: Tensor) -> Tensor:
         """The exact value of a parameter on all ranks, which must all ask for it."""
         item, ref = self._home(p)
-        if not ref.member._is_exact(p, ref.group) or isinstance(item, Small):
+        if not ref.member.is_exact(p, ref.group) or isinstance(item, Small):
             return ref.member.master(p)
         if isinstance(item, Matrices):
             owner = item.owner[p]
@@ -474,13 +479,13 @@ class Interleaved(Optimizer):
     def set_master(self, p: Tensor, value: Tensor) -> None:
         """Write a parameter on all ranks so that `master(p)` gives back `value` exactly, where its dtype allows."""
         item, ref = self._home(p)
-        exact = ref.member._is_exact(p, ref.group)
+        exact = ref.member.is_exact(p, ref.group)
         if isinstance(item, Rows) and exact:
             start, end = item.bounds[self.comm.rank]
             ref.member.set_master(p, value)
             remainder = ref.member.state.pop(p)["remainder"]
             ref.member.state[item.local]["remainder"] = remainder[start:end].clone()
-            ref.member.vouch(item.local)
+            ref.member.trust_remainder(item.local)
             return
         ref.member.set_master(p, value)
         if isinstance(item, Matrices) and exact and item.owner[p] != self.comm.rank:

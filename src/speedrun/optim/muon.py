@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from speedrun.optim.base import Group, SpeedrunOptimizer, Work, named, require, value_at
+from speedrun.optim.base import SpeedrunOptimizer, Work
 from speedrun.optim.dtensor import local_of, part_of, whole_of
 from speedrun.optim.functional import (
     apply_update_,
@@ -32,6 +32,7 @@ from speedrun.optim.functional import (
 )
 from speedrun.optim.orthogonalize import Method, Orthogonalizer, check_method, fast_dtype
 from speedrun.optim.polynomial import Coefficients
+from speedrun.optim.state import Group, named, require, value_at
 
 Scale = Literal["none", "unit-variance", "spectral", "match-rms-adamw"]
 Decay = Literal["decoupled", "cautious"]  # cautious: decay does not pull against what is being learned

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from speedrun.optim.base import Group, SpeedrunOptimizer, Work
+from speedrun.optim.base import SpeedrunOptimizer, Work
+from speedrun.optim.state import Group
 
 Op = Literal["reduce", "update", "gather", "finish"]
 OPS: tuple[Op, ...] = ("reduce", "update", "gather", "finish")
@@ -285,7 +286,7 @@ class Rows(Item):
             p = self.ref.param.detach()
             p[:start].copy_(self.whole[:start])
             p[end:].copy_(self.whole[end : len(p)])
-        self.ref.member.vouch(self.local)  # the other rows of its memory were written, not these
+        self.ref.member.trust_remainder(self.local)  # the other rows of its memory were written, not these
 
 
 class Small(Item):
