@@ -50,6 +50,7 @@ class SpeedrunOptimizer(InOneProcess, Optimizer):
     """The common part; not an optimizer by itself."""
 
     per_parameter: tuple[str, ...] = ("lr_mul", "wd_mul")  # group values that may be a list, one value per parameter
+    whole_matrices = False  # whether an update needs the whole parameter, so that rows cannot be trained apart
 
     def __init__(self, params: ParamsT, defaults: Group) -> None:
         if not isinstance(params, Tensor):
@@ -420,6 +421,10 @@ class SpeedrunOptimizer(InOneProcess, Optimizer):
                 layout["remainder"] = tuple(p.shape), torch.int16
             sizes[p] = sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout.values())
         return sizes
+
+    def effort(self, p: Tensor, group: Group, index: int) -> float:
+        """What a step of `p` costs beside that of other parameters of this optimizer."""
+        return float(p.numel())
 
     def _check_state(self, name: str, p: Tensor, group: Group, state: dict[str, Any]) -> None:
         shapes = {**self._state_shapes(p, group), "remainder": tuple(p.shape), "checksum": None}

@@ -15,10 +15,10 @@ from torch import nn
 from speedrun.optim.adam import Adam
 from speedrun.optim.base import SpeedrunOptimizer
 from speedrun.optim.combined import Combined
-from speedrun.optim.interleave import Interleaved
 from speedrun.optim.muon import Muon, NorMuon
 from speedrun.optim.orthogonalize import NEWTON_SCHULZ_PER_STEP
 from speedrun.optim.outer import Snoo
+from speedrun.optim.sharded import Interleaved
 from speedrun.optim.state import copied
 
 AnyOptimizer = SpeedrunOptimizer | Combined | Interleaved | Snoo

@@ -31,7 +31,7 @@ from speedrun.optim.functional import (
     normuon_scale_,
 )
 from speedrun.optim.orthogonalize import Method, Orthogonalizer, check_method, fast_dtype
-from speedrun.optim.polynomial import Coefficients
+from speedrun.optim.polynomial import Coefficients, multiplications
 from speedrun.optim.state import Group, named, require, value_at
 
 Scale = Literal["none", "unit-variance", "spectral", "match-rms-adamw"]
@@ -42,6 +42,7 @@ Matrix = Literal["flatten", "batch"]
 Blocks = int | tuple[int, int]
 
 CHUNK_BYTES = 40 * 2**20  # of one stack in float32: bounds the memory of a step; larger ones were not faster
+PER_WEIGHT = 256.0  # multiplications in the time of everything else that is done to a weight, measured on a CPU
 LEAST = 4  # matrices in a stack however large they are: fewer were slower
 KEPT = 16  # orthogonalizers with their memory; models whose matrices do not all get gradients need ever others
 
@@ -116,6 +117,7 @@ class Muon(SpeedrunOptimizer):
     """
 
     per_parameter: tuple[str, ...] = ("lr_mul", "wd_mul", "blocks", "matrix")
+    whole_matrices = True
 
     def __init__(
         self,
@@ -176,6 +178,14 @@ class Muon(SpeedrunOptimizer):
         wide = torch.float64 if p.dtype == torch.float64 else torch.float32
         unused = set() if group["update_ema"] else {"update_buffer"}
         return {key: (shape or (), wide) for key, shape in self._state_shapes(p, group).items() if key not in unused}
+
+    def effort(self, p: Tensor, group: Group, index: int) -> float:
+        """The multiplications of its orthogonalisation, and its passes through memory as multiplications."""
+        grid = Grid(p.shape, value_at(group["matrix"], index), value_at(group["blocks"], index), "")
+        products = multiplications(
+            grid.rows, grid.cols, group["steps"], group["dtype"] or fast_dtype(p.device), p.device
+        )
+        return grid.count * products + PER_WEIGHT * p.numel()
 
     # ------------------------------------------------------------------ step
 
