@@ -31,12 +31,11 @@ from torch import Tensor, multiprocessing
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.simulate import Link, Rank, measured, simulate, traffic
+from benchmarks.simulate import Link, Rank, measured, simulate
 from benchmarks.timeline import timeline_svg
 from speedrun.files import write_atomic
 from speedrun.model.gpt import GPT
-from speedrun.optim.interleave import Interleaved
-from speedrun.optim.pipeline import ORDERS, Comm, Item
+from speedrun.optim.sharded import ORDERS, Comm, Interleaved
 from speedrun.recipes import get_recipe
 from speedrun.train.config import Recipe, with_fields
 from speedrun.train.optimizers import build_optimizer
@@ -77,13 +76,13 @@ class SlowComm(Comm):
     link: SlowLink
 
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> Any:
-        return self.link.send(super().scatter_sum(out, whole), whole.nbytes * (self.size - 1) / self.size)
+        return self.link.send(super().reduce_scatter(out, whole), whole.nbytes * (self.size - 1) / self.size)
 
     def all_gather(self, whole: Tensor, part: Tensor) -> Any:
-        return self.link.send(super().gather(whole, part), whole.nbytes * (self.size - 1) / self.size)
+        return self.link.send(super().all_gather(whole, part), whole.nbytes * (self.size - 1) / self.size)
 
     def all_reduce(self, x: Tensor) -> Any:
-        return self.link.send(super().sum(x), 2 * x.nbytes * (self.size - 1) / self.size)
+        return self.link.send(super().all_reduce(x), 2 * x.nbytes * (self.size - 1) / self.size)
 
 
 def workload(width: int) -> Recipe:
@@ -177,8 +176,7 @@ def worker(rank: int, args: argparse.Namespace, meeting: str) -> None:
     # A rank that launches early waits for the others, so the fastest one tells how long a transfer takes.
     carried = sum(map(min, zip(*comm.all_gather_object(comm.link.carried), strict=True))) / args.rounds / len(sharded)
     quick = {entrant.name: list(zip(*comm.all_gather_object(entrant.recorded), strict=True)) for entrant in sharded}
-    items: list[Item] = sharded[0].optimizer.items  # type: ignore[union-attr]
-    sent = sum(sum(traffic(item)) for item in items)
+    sent = sum(sum(plan.traffic()) for plan in sharded[0].optimizer.plan)  # type: ignore[union-attr]
     computing = statistics.mean(
         sum(s.end - s.start for s in did if s.kind == "compute" and s.item not in ("model", "agreement"))
         for entrant in sharded
@@ -220,13 +218,13 @@ def foretold(entrant: Entrant, step: Sequence[tuple[float, list[Span]]], link: L
     """How long rank 0 would need after its backward pass, and wait in it, had this step had such a link."""
     optimizer = entrant.optimizer
     assert isinstance(optimizer, Interleaved)
-    early = {item.label for item in optimizer.early}
+    early = {bucket.label for bucket in optimizer.early}
     start = step[0][0]
     comm = []
     for middle, did in step:
         launched = {s.item: s.end - start for s in did if s.kind == "launch" and s.op == "reduce" and s.item in early}
         agreed = max((s.end for s in did if s.item == "agreement"), default=middle)
-        comm.append(Rank(measured(did, optimizer.items, 1), launched, agreed - start))
+        comm.append(Rank(measured(did, optimizer.plan, 1), launched, agreed - start))
     first = simulate(optimizer.order, comm, link, len(comm))[0]
     waiting = sum(s.end - s.start for s in first if s.kind == "wait")
     return max(s.end for s in first), waiting

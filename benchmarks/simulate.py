@@ -1,4 +1,4 @@
-"""The sharded step without the machines: what it would wait for, from its order and what each item costs.
+"""The sharded step without the machines: what it would wait for, from its order and what each bucket costs.
 
 A rank does one thing after the other, as the order says; transfers pass the link one after the other, in the order in
 which they were launched, each as soon as the last rank has launched it. The result is a list of `Span`s for every rank,
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import tyro
@@ -23,9 +23,9 @@ from benchmarks.timeline import timeline_svg
 from speedrun.errors import UserError
 from speedrun.files import write_atomic
 from speedrun.model.gpt import GPT, flops_per_token
-from speedrun.optim.interleave import Interleaved
-from speedrun.optim.pipeline import ORDERS, Comm, Item, Matrices, Order, Rows
 from speedrun.optim.polynomial import multiplications
+from speedrun.optim.sharded.order import ORDERS, Order, early_reductions
+from speedrun.optim.sharded.plan import BucketPlan, ParamRef, param_refs, plan_buckets
 from speedrun.recipes import get_recipe
 from speedrun.train.config import Recipe
 from speedrun.train.optimizers import build_optimizer
@@ -43,7 +43,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one item, on the rank that has most of it."""
+    """Of one bucket, on the rank that has most of it."""
 
     reduce: float = 0.0  # bytes that pass its link
     gather: float = 0.0
@@ -53,58 +53,41 @@ class Cost:
 
 @dataclass(frozen=True)
 class Speed:
-    """Of a processor, for items that nobody has measured."""
+    """Of a processor, for buckets that were not measured."""
 
     flops: float  # per second, in the products of the orthogonaliser
     memory: float  # bytes per second
 
 
-def traffic(item: Item) -> tuple[float, float]:
-    """Bytes that one rank sends for an item's reduction and for its gather, in a ring."""
-    ranks, size = item.comm.size, item.refs[0].param.itemsize
-    if isinstance(item, Matrices):
-        return ((ranks - 1) * item.chunk * size,) * 2
-    if isinstance(item, Rows):
-        return ((ranks - 1) * item.per * item.ref.param[0].numel() * size,) * 2
-    return 2 * (ranks - 1) / ranks * size * sum(ref.param.numel() for ref in item.refs), 0.0
-
-
-def costs(optimizer: Interleaved, speed: Speed) -> dict[str, Cost]:
-    """What each item would cost on a processor of this speed; weights, gradients and state pass its memory once."""
+def costs(plans: Sequence[BucketPlan], speed: Speed) -> dict[str, Cost]:
+    """What each bucket would cost on a processor of this speed; weights, gradients and state pass its memory once."""
     found = {}
-    for item in optimizer.items:
-        reduce, gather = traffic(item)
-        largest = max(reduce, gather)
-        found[item.label] = Cost(reduce, gather, busiest(item, speed), largest / speed.memory)
+    for plan in plans:
+        traffic = plan.traffic()
+        found[plan.label] = Cost(*traffic, busiest(plan, speed), max(traffic) / speed.memory)
     return found
 
 
-def busiest(item: Item, speed: Speed) -> float:
+def busiest(plan: BucketPlan, speed: Speed) -> float:
     """Seconds that the rank with the most work needs to train its part."""
 
-    def touched(weights: int, size: int) -> float:
-        return weights * (2 * size + 4 + 16) / speed.memory  # weight, gradient, two float32 moments read and written
+    def seconds(ref: ParamRef, weights: int) -> float:
+        p = ref.param
+        flops = 2 * multiplications(len(p), p[0].numel(), 5, torch.bfloat16, p.device) if plan.kind == "owned" else 0
+        # Weight and gradient read, two float32 moments read and written.
+        return flops / speed.flops + weights * (2 * p.itemsize + 4 + 16) / speed.memory
 
-    if isinstance(item, Matrices):
-        load = [0.0] * item.comm.size
-        for ref in item.refs:
-            p = ref.param
-            flops = 2 * multiplications(len(p), p[0].numel(), 5, torch.bfloat16, p.device)
-            load[item.owner[p]] += flops / speed.flops + touched(p.numel(), p.itemsize)
-        return max(load)
-    if isinstance(item, Rows):
-        return touched(item.per * item.ref.param[0].numel(), item.ref.param.itemsize)
-    return touched(sum(ref.param.numel() for ref in item.refs), item.refs[0].param.itemsize)
+    return max(sum(seconds(slot.ref, slot.numel) for slot in slots) for slots in plan.slots)
 
 
-def measured(spans: Sequence[Span], items: Sequence[Item], steps: int) -> dict[str, Cost]:
-    """What each item cost in so many recorded steps, waiting left out, with the bytes it sends."""
+def measured(spans: Sequence[Span], plans: Sequence[BucketPlan], steps: int) -> dict[str, Cost]:
+    """What each bucket cost in `steps` recorded steps, waiting left out, with the bytes it sends."""
     found = {}
-    for item in items:
-        mine = [s for s in spans if s.item == item.label]
+    for plan in plans:
+        mine = [s for s in spans if s.item == plan.label]
         packing = [s.end - s.start for s in mine if s.kind in ("launch", "copy")]
         computing = sum(s.end - s.start for s in mine if s.kind == "compute")
-        found[item.label] = Cost(*traffic(item), computing / steps, sum(packing) / max(1, len(packing)))
+        found[plan.label] = Cost(*plan.traffic(), computing / steps, sum(packing) / max(1, len(packing)))
     return found
 
 
@@ -160,16 +143,6 @@ def simulate(order: Order, ranks: Sequence[Rank], link: Link, size: int) -> list
             spend("launch", label, op, packing)
             send(label, op, max(now))
     return [sorted(mine, key=lambda span: (span.start, span.end)) for mine in spans]
-
-
-def on_ranks(optimizer: Interleaved, ranks: int, buckets: int = 2, replicate_below: int = 1024) -> Interleaved:
-    """The same optimizer dealt out to so many ranks that are not there; meta tensors will do."""
-    early = {ref.param for item in optimizer.early for ref in item.refs}
-    optimizer.comm = Comm(None, 0, ranks)
-    optimizer.items = optimizer._build(buckets, replicate_below)
-    optimizer.item = {item.label: item for item in optimizer.items}
-    optimizer.early = [item for item in reversed(optimizer.items) if item.refs[0].param in early]
-    return optimizer
 
 
 # ------------------------------------------------------------------------------------------- the command
@@ -230,26 +203,20 @@ def run(given: Simulate, say: Callable[[str], object] = print) -> None:
 
 
 def step_on(recipe: Recipe, order: str, ranks: int, link: Link, speed: Speed, buckets: int) -> tuple[list[Span], float]:
-    """One foretold step and the seconds of its backward pass, in which the reductions of tables begin."""
+    """One simulated step and the seconds of its backward pass, in which the reductions of tables begin."""
     with torch.device("meta"):
         model = GPT(recipe.model, 16)
         if recipe.optim.weights != "float32":
             model.store_matrices(torch.bfloat16)
-    made: list[Interleaved] = []
-
-    def together(members: Sequence[Any]) -> Interleaved:
-        made.append(on_ranks(Interleaved(model, members, order=order), ranks, buckets))
-        return made[0]
-
-    build_optimizer(model.named_parameters(), model.param_roles(), recipe.optim, together)
+    members = build_optimizer(model.named_parameters(), model.param_roles(), recipe.optim).members()
+    plans = plan_buckets(param_refs(members, {}), ranks, buckets)
     stage = recipe.schedule.at(0)
     tokens = stage.tokens / ranks
     backward = 2 / 3 * tokens * flops_per_token(recipe.model, stage.length) / speed.flops
     # Gradients of tables come all through the backward pass: those near the head first, the embedding's last of all.
-    early = [item.label for item in made[0].early]
+    early = early_reductions(plans, order)
     when = {label: -backward * (1 - (k + 1) / len(early)) for k, label in enumerate(early)}
-    table = ORDERS[order](made[0].items)
-    spans = simulate(table, [Rank(costs(made[0], speed), when)], link, ranks)[0]
+    spans = simulate(ORDERS[order](plans), [Rank(costs(plans, speed), when)], link, ranks)[0]
     return [Span("compute", "model", "backward", -backward, 0.0), *spans], backward
 
 

@@ -32,7 +32,7 @@ from torch import multiprocessing
 
 import speedrun.data
 from speedrun.data.shards import TokenFolder, write_shard
-from speedrun.optim.pipeline import Comm
+from speedrun.optim.sharded import Comm
 from speedrun.recipes import LINEAGE, get_recipe
 from speedrun.train.config import Options, Recipe, fields_of, with_fields
 from speedrun.train.device import choose

@@ -11,7 +11,7 @@ import torch
 from speedrun import gpu_report
 from speedrun.doctor import examine
 from speedrun.model import head
-from speedrun.optim.pipeline import Comm
+from speedrun.optim.sharded import Comm
 from speedrun.train import memory
 from speedrun.train.config import Options, with_fields
 from speedrun.train.device import choose

@@ -24,7 +24,7 @@ from speedrun.data.loader import Batch
 from speedrun.model.attention import Backend
 from speedrun.model.gpt import GPT
 from speedrun.optim import Snoo
-from speedrun.optim.pipeline import Comm
+from speedrun.optim.sharded import Comm
 from speedrun.recipes import get_recipe
 from speedrun.train.config import Options, Recipe
 from speedrun.train.device import Machine

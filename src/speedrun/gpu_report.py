@@ -30,7 +30,7 @@ from speedrun.doctor import Finding
 from speedrun.files import write_atomic
 from speedrun.model.attention import Backend, attend, reference_attend
 from speedrun.model.head import fp8_linear
-from speedrun.optim.pipeline import Comm
+from speedrun.optim.sharded import Comm
 from speedrun.templates import markdown
 from speedrun.train import telemetry, trace
 from speedrun.train.clock import synchronize

@@ -17,7 +17,7 @@ from benchmarks.gpu import stages
 from benchmarks.gpu.launches import Launches, fake_gpu
 from speedrun import gpu_report
 from speedrun.model.gpt import GPT
-from speedrun.optim.pipeline import Comm
+from speedrun.optim.sharded import Comm
 from speedrun.recipes import get_recipe
 from speedrun.train.config import Options
 from speedrun.train.device import Machine

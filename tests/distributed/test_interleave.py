@@ -1,6 +1,6 @@
 """The sharded step: any number of ranks trains what one process would, in any order of operations."""
 
-from collections import defaultdict
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from speedrun.optim import Adam, Combined, Interleaved, Muon, NorMuon, Snoo
-from speedrun.optim.pipeline import OPS, Comm, Matrices, Rows, Small, eager, interleaved, plain
+from speedrun.optim.sharded.order import OPS, eager, interleaved, plain
+from speedrun.optim.sharded.plan import param_refs, plan_buckets, state_bytes
 from speedrun.train.trace import spans
 from tests.distributed.ranks import together
 
@@ -100,7 +101,7 @@ def train(rank: int, size: int, order: str, dtype: torch.dtype, snoo: bool = Fal
 
 
 def layout(optimizer: Interleaved) -> dict[str, list[str]]:
-    return {type(i).__name__ + " " + i.label: [ref.name for ref, _ in i.locals()] for i in optimizer.items}
+    return {f"{b.plan.kind} {b.label}": [slot.ref.name for slot, _ in b.locals] for b in optimizer.buckets}
 
 
 @pytest.mark.parametrize(
@@ -181,9 +182,7 @@ def test_state_exists_once_over_all_ranks(tmp_path: Path) -> None:
     found = together(tmp_path, 4, train, "interleaved", torch.float32)
     small = 4 * (24 + 61) * 2 + 16
     assert sum(f["bytes"] for f in found) == pytest.approx(whole + 3 * small, rel=0.01)
-    owned = [
-        name for f in found for label, names in f["layout"].items() if label.startswith("Matrices") for name in names
-    ]
+    owned = [name for f in found for label, names in f["layout"].items() if label.startswith("owned") for name in names]
     assert sorted(owned) == ["down", "square.0", "square.1", "square.2", "up"]
     assert max(f["bytes"] for f in found) < 0.45 * whole
 
@@ -325,19 +324,10 @@ def test_the_short_model_is_dealt_out_evenly(ranks: int) -> None:
     with torch.device("meta"):
         model = GPT(recipe.model, 16)
         model.store_matrices(torch.bfloat16)
-    per_rank = []
-    for rank in range(ranks):
-        whole = build_optimizer(model.named_parameters(), model.param_roles(), recipe.optim)
-
-        def dealt(built: list[Any], rank: int = rank) -> Interleaved:
-            optimizer = Interleaved(model, built)
-            optimizer.comm = Comm(None, rank, ranks)
-            optimizer.items = optimizer._build(2, 1024)
-            return optimizer
-
-        shared = build_optimizer(model.named_parameters(), model.param_roles(), recipe.optim, dealt)
-        per_rank.append(sum(shared.state_bytes().values()))  # type: ignore[attr-defined]
-        total = sum(whole.state_bytes().values())  # type: ignore[attr-defined]
+    whole = build_optimizer(model.named_parameters(), model.param_roles(), recipe.optim)
+    plans = plan_buckets(param_refs(whole.members(), {}), ranks)
+    per_rank = [sum(state_bytes(plans, rank).values()) for rank in range(ranks)]
+    total = sum(whole.state_bytes().values())
     assert max(per_rank) < 1.1 * total / ranks
     assert min(per_rank) > 0.9 * total / ranks
 
@@ -345,14 +335,11 @@ def test_the_short_model_is_dealt_out_evenly(ranks: int) -> None:
 def test_orders_are_tables_and_checked() -> None:
     net = Net()
     optimizer = Interleaved(net, members(net))
-    kinds = defaultdict(int)
-    for item in optimizer.items:
-        kinds[type(item)] += 1
-    assert kinds == {Rows: 3, Small: 1, Matrices: 2}
-    for order in (plain(optimizer.items), interleaved(optimizer.items), eager(optimizer.items)):
-        for item in optimizer.items:
-            assert [op for op, label in order if label == item.label] == list(OPS)
-    own = plain(optimizer.items)
+    assert Counter(plan.kind for plan in optimizer.plan) == {"rows": 3, "replicated": 1, "owned": 2}
+    for order in (plain(optimizer.plan), interleaved(optimizer.plan), eager(optimizer.plan)):
+        for plan in optimizer.plan:
+            assert [op for op, label in order if label == plan.label] == list(OPS)
+    own = plain(optimizer.plan)
     assert Interleaved(net, members(net), order=own).order == own
     with pytest.raises(ValueError, match=r"for 'embed'; it must have \['reduce', 'update', 'gather', 'finish'\]"):
         Interleaved(net, members(net), order=[(op, label) for op, label in own if (op, label) != ("gather", "embed")])

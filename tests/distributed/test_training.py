@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from speedrun.data.shards import TokenFolder
-from speedrun.optim.pipeline import Comm
+from speedrun.optim.sharded import Comm
 from speedrun.train.config import Options, with_fields
 from speedrun.train.device import choose
 from speedrun.train.distributed import Muted

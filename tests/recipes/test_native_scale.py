@@ -26,7 +26,7 @@ from speedrun.data.loader import Batch
 from speedrun.data.shards import TokenFolder
 from speedrun.files import locked
 from speedrun.model.gpt import GPT
-from speedrun.optim.pipeline import Comm
+from speedrun.optim.sharded import Comm
 from speedrun.recipes import get_recipe
 from speedrun.train.config import Options, with_fields
 from speedrun.train.device import choose

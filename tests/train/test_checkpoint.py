@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from speedrun.errors import OtherVersion, UserError
 from speedrun.files import sha256_file
 from speedrun.optim import Adam, Combined, Interleaved, NorMuon, Snoo
-from speedrun.optim.base import States
+from speedrun.optim.state import States
 from speedrun.train import checkpoint
 
 FILES = (checkpoint.TENSORS, checkpoint.STATE, checkpoint.MANIFEST)

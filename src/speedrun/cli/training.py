@@ -14,7 +14,7 @@ from speedrun.cli.words import grid, option, parse, say, with_value
 from speedrun.data.loader import LoaderConfig
 from speedrun.errors import UserError
 from speedrun.model.gpt import GPTConfig
-from speedrun.optim.pipeline import ORDERS
+from speedrun.optim.sharded import ORDERS
 from speedrun.options import unset
 from speedrun.race.children import arithmetic_for
 from speedrun.recipes import DEFAULT, default_for, get_recipe

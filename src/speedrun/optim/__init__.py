@@ -8,7 +8,6 @@ optimizer = Combined(NorMuon(plan.muon, lr=0.02), Adam(plan.adam, lr=0.001))
 
 from speedrun.optim.adam import Adam
 from speedrun.optim.combined import Combined
-from speedrun.optim.interleave import Interleaved
 from speedrun.optim.muon import Muon, NorMuon
 from speedrun.optim.orthogonalize import (
     NEWTON_SCHULZ,
@@ -18,6 +17,7 @@ from speedrun.optim.orthogonalize import (
 )
 from speedrun.optim.outer import Snoo
 from speedrun.optim.route import Plan, route
+from speedrun.optim.sharded import Interleaved
 
 __all__ = [
     "NEWTON_SCHULZ",

@@ -8,16 +8,18 @@ With its defaults it is torch's AdamW without decay, and torch's fused kernel do
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
-from speedrun.optim.base import Group, SpeedrunOptimizer, Work, require
+from speedrun.optim.base import SpeedrunOptimizer, Work
+from speedrun.optim.dtensor import local_of
+from speedrun.optim.functional import adam_apply_, adam_moments_
 from speedrun.optim.muon import Decay, DecayBy
-from speedrun.optim.sharded import local_of
+from speedrun.optim.state import Group, require
 
 EpsAt = Literal["corrected", "uncorrected"]
 
@@ -164,30 +166,27 @@ class Adam(SpeedrunOptimizer):
         group, state = w.group, w.state
         x = self._read(w)
         g = w.grad.to(x.dtype)
-        m, q = state["exp_avg"], state["exp_avg_sq"]
+        m, v = state["exp_avg"], state["exp_avg_sq"]
         beta1, beta2 = group["betas"]
         state["step"] += 1 if isinstance(finite, float) else finite.to(state["step"].device)
         t = state["step"].item()
-        keep1: Any = beta1
-        bias1: Any = 1 - beta1**t
+        keep1, keep2, bias1 = beta1, beta2, 1 - beta1**t
         if group["row_beta1"]:
             keep1, bias1 = self._row_beta1(w, g, beta1, beta2, t)
         if isinstance(finite, Tensor):  # with 0 both moments stay
             keep1, keep2 = 1 - (1 - keep1) * finite, 1 - (1 - beta2) * finite
-        else:
-            keep2 = beta2
-        m.mul_(keep1).add_(g * (1 - keep1) if isinstance(keep1, Tensor) else g.mul(1 - keep1))
-        q.mul_(keep2).addcmul_(g, g * (1 - keep2) if isinstance(keep2, Tensor) else g.mul(1 - keep2))
+        adam_moments_(m, v, g, keep1, keep2)
         lr = float(group["lr"]) * w.of("lr_mul")
         root = math.sqrt(1 - beta2**t) if t else 1.0
         decay = group["weight_decay"] * w.of("wd_mul") * (lr if group["decay_by"] == "lr" else lr * lr) * finite
-        eps = group["eps"] * (root if group["eps_at"] == "corrected" else 1.0)
-        update = m.div(q.sqrt().add_(eps)).mul_(lr * root / bias1 * finite)
-        if group["weight_decay"] and group["decay"] == "decoupled":
-            x.mul_(1 - decay)
-        elif group["weight_decay"]:
-            update.add_(x.mul(update * x > 0).mul_(decay))
-        self._write(w, x.sub_(update))
+        adam_apply_(
+            x, m, v,
+            rate=lr * root / bias1 * finite,
+            eps=group["eps"] * (root if group["eps_at"] == "corrected" else 1.0),
+            decay=decay if group["weight_decay"] else None,
+            cautious=group["decay"] == "cautious",
+        )  # fmt: skip
+        self._write(w, x)
 
     def _row_beta1(self, w: Work, g: Tensor, beta1: float, beta2: float, t: float) -> tuple[Tensor, Tensor]:
         """beta1 of each row, and one minus the product of all of them so far, which is the bias to correct."""

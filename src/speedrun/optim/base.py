@@ -6,21 +6,18 @@ masters; `_write` puts them back.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from speedrun.optim.dtensor import is_sharded, largest, local_of, meshes_of, placed_as, refuse_state
 from speedrun.optim.exact_bf16 import checksum, join, split
-from speedrun.optim.sharded import is_sharded, largest, local_of, meshes_of, placed_as, refuse_state
-
-Group = dict[str, Any]
-States = dict[str, dict[str, Any]]
-"""What optimizers know of each parameter, by its name: the form in which checkpoints store it."""
-Loss = TypeVar("Loss")
+from speedrun.optim.protocol import InOneProcess
+from speedrun.optim.state import Group, Loss, copied, evaluate, named, value_at
 
 
 @dataclass
@@ -45,18 +42,15 @@ class Work:
         return value_at(self.group[key], self.index)
 
 
-def value_at(value: Any, index: int) -> Any:
-    return value[index] if isinstance(value, list) else value
-
-
 class NonFiniteGradient(ValueError):
     """A gradient is NaN or infinite. No weight and no state has changed."""
 
 
-class SpeedrunOptimizer(Optimizer):
+class SpeedrunOptimizer(InOneProcess, Optimizer):
     """The common part; not an optimizer by itself."""
 
     per_parameter: tuple[str, ...] = ("lr_mul", "wd_mul")  # group values that may be a list, one value per parameter
+    whole_matrices = False  # whether an update needs the whole parameter, so that rows cannot be trained apart
 
     def __init__(self, params: ParamsT, defaults: Group) -> None:
         if not isinstance(params, Tensor):
@@ -67,9 +61,9 @@ class SpeedrunOptimizer(Optimizer):
                 "speedrun.optim.route(model) chose for it."
             )
         self._versions: dict[Tensor, int] = {}  # of a weight when its remainder was last known to belong to it
-        self._unproven: dict[Tensor, int] = {}  # checksum of the weight to which a loaded remainder belongs
+        self._unchecked: dict[Tensor, int] = {}  # checksum of the weight to which a loaded remainder belongs
         self._flag: tuple[Tensor, Any] | None = None  # on a GPU: whether the gradients of the last step were finite
-        self._answer: float | Tensor | None = None  # of a check that `Combined` has made already for this step
+        self.checked: float | Tensor | None = None  # result of a check that `Combined` has made for this step
         self._placed: dict[Any, Tensor] = {}  # gradients that ranks have exchanged already for this step
         super().__init__(params, defaults)
 
@@ -93,7 +87,7 @@ class SpeedrunOptimizer(Optimizer):
                     f"{type(self).__name__} cannot train {name}: it is complex ({p.dtype}); "
                     "give it as two real tensors, or to another optimizer."
                 )
-            if is_sharded(p) and self._is_exact(p, group):
+            if is_sharded(p) and self.is_exact(p, group):
                 raise ValueError(
                     f"{name} is a bfloat16 DTensor, which has no room for exact_bf16: keep it in float32 and let FSDP "
                     "compute in bfloat16 (MixedPrecisionPolicy), or pass exact_bf16=False."
@@ -116,10 +110,7 @@ class SpeedrunOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:  # type: ignore[override]
         """One update of every parameter that has a gradient. Gradients are left as they are."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluate(closure)
         self._step()
         return loss
 
@@ -128,14 +119,14 @@ class SpeedrunOptimizer(Optimizer):
     def _step(self) -> None:
         try:
             work = list(self._work())
-            finite = self.check_gradients(work) if self._answer is None else self._answer
+            finite = self.check_gradients(work) if self.checked is None else self.checked
         finally:
-            self._end_check()
+            self.end_check()
         self._update(work, finite)
 
-    def _end_check(self) -> None:
-        """What a check has found holds for one step alone."""
-        self._answer = None
+    def end_check(self) -> None:
+        """The result of a check holds for one step."""
+        self.checked = None
         self._placed.clear()
 
     def _update(self, work: list[Work], finite: float | Tensor) -> None:
@@ -165,7 +156,7 @@ class SpeedrunOptimizer(Optimizer):
         """The gradient of this rank's part of `p`, exchanged between ranks if it lies otherwise than `p`."""
         if not (is_sharded(p) and is_sharded(p.grad)) or p.grad.placements == p.placements:
             return local_of(p.grad)
-        # The check of `Combined` comes before a member's hooks, which may change the gradient: its versions tell.
+        # `Combined` checks before a member's hooks run, which may change the gradient; its version shows that.
         key = p.grad, p.grad._version, local_of(p.grad)._version
         if key not in self._placed:
             self._placed[key] = placed_as(p.grad, p)
@@ -200,20 +191,21 @@ class SpeedrunOptimizer(Optimizer):
 
     # --------------------------------------------------------------- masters
 
-    def _is_exact(self, p: Tensor, group: Group) -> bool:
+    def is_exact(self, p: Tensor, group: Group) -> bool:
+        """Whether a remainder is kept for `p`."""
         return p.dtype == torch.bfloat16 and bool(group["exact_bf16"])
 
     def _read(self, w: Work) -> Tensor:
         """The float32 (or float64) master of a parameter; for a float32 parameter the parameter itself."""
-        if self._is_exact(w.param, w.group):
-            self._prove(w.param, w.name)
+        if self.is_exact(w.param, w.group):
+            self._check_remainder(w.param, w.name)
             if "remainder" not in w.state:
                 w.state["remainder"] = torch.zeros_like(w.param, dtype=torch.int16)
             return join(w.param, w.state["remainder"])
         return w.param if w.param.itemsize >= 4 else w.param.float()
 
     def _write(self, w: Work, master: Tensor) -> None:
-        if self._is_exact(w.param, w.group):
+        if self.is_exact(w.param, w.group):
             high, low = split(master)
             w.param.copy_(high)
             w.state["remainder"].copy_(low)
@@ -221,12 +213,12 @@ class SpeedrunOptimizer(Optimizer):
         elif master is not w.param:
             w.param.copy_(master)
 
-    def _prove(self, p: Tensor, name: str) -> None:
+    def _check_remainder(self, p: Tensor, name: str) -> None:
         """Make sure that the remainder of `p`, if there is one, belongs to its present value."""
         remainder = self.state[p].get("remainder") if p in self.state else None
         if remainder is None:
             return
-        expected = self._unproven.get(p)
+        expected = self._unchecked.get(p)
         if expected is not None:
             if checksum(p) != expected:
                 raise ValueError(
@@ -234,22 +226,22 @@ class SpeedrunOptimizer(Optimizer):
                     "its bfloat16 values do not fit. Load the model and the optimizer from the same checkpoint, or "
                     "drop the state with reset()."
                 )
-            del self._unproven[p]
-        elif self._versions.get(p) != p._version:  # somebody else wrote the weight: its own value counts now
+            del self._unchecked[p]
+        elif self._versions.get(p) != p._version:  # the weight was written outside of the optimizer, which counts
             remainder.zero_()
         self._versions[p] = p._version
 
-    def vouch(self, p: Tensor) -> None:
-        """The remainder of `p` belongs to its present value, whoever wrote that."""
+    def trust_remainder(self, p: Tensor) -> None:
+        """Declare that the remainder of `p` belongs to its present value, whatever wrote it."""
         self._versions[p] = p._version
-        self._unproven.pop(p, None)
+        self._unchecked.pop(p, None)
 
     @torch.no_grad()
     def master(self, p: Tensor) -> Tensor:
         """The exact value of a parameter, as a new tensor: float32 for an exact bfloat16 weight."""
         name, group = self._home(p)
-        if self._is_exact(p, group) and "remainder" in self.state.get(p, {}):
-            self._prove(p, name)
+        if self.is_exact(p, group) and "remainder" in self.state.get(p, {}):
+            self._check_remainder(p, name)
             return join(p, self.state[p]["remainder"])
         return p.detach().clone() if p.itemsize >= 4 else p.detach().float()
 
@@ -257,11 +249,11 @@ class SpeedrunOptimizer(Optimizer):
     def set_master(self, p: Tensor, value: Tensor) -> None:
         """Write a parameter so that `master(p)` gives back `value` exactly, where its dtype allows."""
         _, group = self._home(p)
-        if self._is_exact(p, group):
+        if self.is_exact(p, group):
             high, low = split(value.to(torch.float32))
             p.copy_(high)
             self.state[p]["remainder"] = low
-            self.vouch(p)
+            self.trust_remainder(p)
         else:
             p.copy_(value)
 
@@ -283,30 +275,22 @@ class SpeedrunOptimizer(Optimizer):
         """Forget everything learned about the gradients, remainders included, as if no step had been made."""
         self.state.clear()
         self._versions.clear()
-        self._unproven.clear()
+        self._unchecked.clear()
         self._flag = None
 
-    def full_state_dict(self) -> States:
-        """The state of each parameter that has one, by name; see `by_name`."""
-        return by_name(self.param_groups, self.state)
-
-    def load_full_state_dict(self, states: States) -> None:
-        """Take a state as `full_state_dict` gives it; the weights must be those it belongs to."""
-        put_back(self.param_groups, self.state, states)
-        self._vouch_for_all()
-
-    def _vouch_for_all(self) -> None:
+    def trust_remainders(self) -> None:
+        """Declare that the remainders of all parameters belong to their present values."""
         for _, p, _ in self._named():
-            self.vouch(p)
+            self.trust_remainder(p)
 
     def _checksums(self) -> dict[Tensor, int]:
         """For each exact weight the checksum that its remainder belongs to, after dropping stale remainders."""
         sums = {}
         for name, p, group in self._named():
-            if self._is_exact(p, group) and "remainder" in self.state.get(p, {}):
-                if p not in self._unproven:
-                    self._prove(p, name)
-                sums[p] = self._unproven.get(p, checksum(p))
+            if self.is_exact(p, group) and "remainder" in self.state.get(p, {}):
+                if p not in self._unchecked:
+                    self._check_remainder(p, name)
+                sums[p] = self._unchecked.get(p, checksum(p))
         return sums
 
     def _refuse_sharded(self, name: str, p: Tensor) -> None:
@@ -338,7 +322,7 @@ class SpeedrunOptimizer(Optimizer):
         state_dict = self._aligned(state_dict)
         super().load_state_dict(state_dict)
         self._versions.clear()
-        self._unproven.clear()
+        self._unchecked.clear()
         self._flag = None
         position = 0
         for group in self.param_groups:
@@ -350,7 +334,7 @@ class SpeedrunOptimizer(Optimizer):
                 self.state[p] = copied(saved, p.device)
                 self.state[p].pop("checksum", None)
                 if "remainder" in saved:
-                    self._unproven[p] = saved["checksum"]
+                    self._unchecked[p] = saved["checksum"]
 
     def _aligned(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The same state in the order of our groups, numbered from 0; ValueError when it is not ours."""
@@ -433,10 +417,14 @@ class SpeedrunOptimizer(Optimizer):
         sizes = {}
         for _, p, group in self._named():
             layout = self._state_layout(p, group)
-            if self._is_exact(p, group):
+            if self.is_exact(p, group):
                 layout["remainder"] = tuple(p.shape), torch.int16
             sizes[p] = sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout.values())
         return sizes
+
+    def effort(self, p: Tensor, group: Group, index: int) -> float:
+        """What a step of `p` costs beside that of other parameters of this optimizer."""
+        return float(p.numel())
 
     def _check_state(self, name: str, p: Tensor, group: Group, state: dict[str, Any]) -> None:
         shapes = {**self._state_shapes(p, group), "remainder": tuple(p.shape), "checksum": None}
@@ -454,47 +442,13 @@ class SpeedrunOptimizer(Optimizer):
             raise ValueError(f"The state of {name} has a remainder without a checksum, or the reverse; it was altered.")
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: parameters are copied with us, so remainders have to be proven again there."""
+        """For copies: parameters are copied with us, so remainders have to be checked again there."""
         return {**super().__getstate__(), "_sums": self._checksums()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         sums = state.pop("_sums", {})
         super().__setstate__(state)
-        self._versions, self._unproven, self._flag, self._answer, self._placed = {}, dict(sums), None, None, {}
-
-
-def named(group: Group, number: int) -> Iterator[tuple[str, Tensor]]:
-    """Parameters with names to show: their own, or where they stand."""
-    names: Sequence[str] | None = group.get("param_names")
-    for index, p in enumerate(group["params"]):
-        yield (names[index] if names else f"parameter {index} of group {number} {tuple(p.shape)}"), p
-
-
-def by_name(groups: list[Group], states: Mapping[Tensor, Any]) -> States:
-    """The state of each parameter that has one, by the parameter's name, in whatever group it is."""
-    return {
-        name: dict(states[p])
-        for number, group in enumerate(groups)
-        for name, p in named(group, number)
-        if states.get(p)
-    }
-
-
-def put_back(groups: list[Group], states: MutableMapping[Tensor, Any], saved: States) -> None:
-    """Make a copy of what `by_name` gave the state of the parameters; the order of groups does not matter."""
-    for number, group in enumerate(groups):
-        for name, p in named(group, number):
-            states.pop(p, None)
-            if saved.get(name):
-                states[p] = copied(saved[name], p.device)
-
-
-def copied(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """A state with tensors of its own. Steps are counted on the CPU, the rest is where the parameter is."""
-    return {
-        key: value.to("cpu" if key == "step" else device, copy=True) if torch.is_tensor(value) else value
-        for key, value in state.items()
-    }
+        self._versions, self._unchecked, self._flag, self.checked, self._placed = {}, dict(sums), None, None, {}
 
 
 @torch.no_grad()
@@ -531,7 +485,7 @@ def check_together(optimizers: Sequence[SpeedrunOptimizer], work: list[Work] | N
 
 
 def answers_at_once(work: list[Work]) -> bool:
-    """Whether asking for a value makes nobody wait: on a CPU."""
+    """Whether reading a value does not wait for a device: on a CPU."""
     return not work or work[0].param.device.type == "cpu"
 
 
@@ -539,8 +493,3 @@ def all_finite(g: Tensor) -> bool:
     """A sum is one quick pass; only when it is not finite (it may also overflow) is every value looked at."""
     total = g.sum(dtype=torch.float32 if g.itemsize < 4 else None).item()
     return math.isfinite(total) or bool(g.isfinite().all())
-
-
-def require(condition: bool, key: str, value: Any, what: str) -> None:
-    if not condition:
-        raise ValueError(f"{key} is {value!r}; it must be {what}.")

@@ -3,19 +3,19 @@
     optimizer = Combined(NorMuon(plan.muon, lr=0.02), Adam(plan.adam, lr=0.001))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)     # scales the rates of both
 
-Its groups are the groups of its members (the same dicts), so schedulers and a person's own changes reach them.
+Its groups are the groups of its members (the same dicts), so schedulers and your own changes reach them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from speedrun.optim.base import Group, SpeedrunOptimizer, States, by_name, check_together, put_back
-
-Loss = TypeVar("Loss")
+from speedrun.optim.base import SpeedrunOptimizer, check_together
+from speedrun.optim.protocol import InOneProcess, adapted
+from speedrun.optim.state import Group, Loss, evaluate, params_of
 
 
 class _Together(MutableMapping[Tensor, Any]):
@@ -26,7 +26,7 @@ class _Together(MutableMapping[Tensor, Any]):
 
     def _home(self, p: Tensor) -> Any:
         for optimizer in self.optimizers:
-            if any(q is p for group in optimizer.param_groups for q in group["params"]):
+            if any(q is p for q in params_of(optimizer.param_groups)):
                 return optimizer.state
         raise KeyError(p)
 
@@ -50,7 +50,7 @@ class _Together(MutableMapping[Tensor, Any]):
         return any(p in optimizer.state for optimizer in self.optimizers)
 
 
-class Combined(Optimizer):
+class Combined(InOneProcess, Optimizer):
     """One `torch.optim.Optimizer` that steps all of `optimizers`, each with its own parameters."""
 
     def __init__(self, *optimizers: Optimizer) -> None:
@@ -58,22 +58,21 @@ class Combined(Optimizer):
             raise ValueError("Combined got no optimizers; pass at least one.")
         seen: dict[Tensor, Optimizer] = {}
         for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                for p in group["params"]:
-                    if p in seen:
-                        raise ValueError(
-                            f"A parameter of shape {tuple(p.shape)} is in {type(seen[p]).__name__} and in "
-                            f"{type(optimizer).__name__}; each parameter may have one optimizer."
-                        )
-                    seen[p] = optimizer
+            for p in params_of(optimizer.param_groups):
+                if p in seen:
+                    raise ValueError(
+                        f"A parameter of shape {tuple(p.shape)} is in {type(seen[p]).__name__} and in "
+                        f"{type(optimizer).__name__}; each parameter may have one optimizer."
+                    )
+                seen[p] = optimizer
         self.optimizers = list(optimizers)
         super().__init__([{"params": list(seen)}], {})
         self.sync()
 
     def sync(self) -> None:
-        """Take notice of groups that were added to a member."""
+        """Take over groups that were added to a member."""
         self.param_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        self.state = _Together(self.optimizers)  # type: ignore[assignment]
+        self.state = _Together(self.optimizers)
 
     def add_param_group(self, param_group: Group) -> None:
         """Not possible here: the group would not say which optimizer it is for."""
@@ -87,43 +86,38 @@ class Combined(Optimizer):
     @torch.compiler.disable
     def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:
         """One step of each. Gradients of all are checked before the first weight changes."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        # Those with an answer are in a `Combined` around this one, which has checked them.
-        checking = [o for o in checked_in(self.optimizers) if o._answer is None]
+        loss = evaluate(closure)
+        # Members that have a result are in a `Combined` around this one, which has checked them.
+        checking = [member for member in self.members() if member.checked is None]
         try:
             if checking:
-                answer = check_together(checking)
-                for checked in checking:
-                    checked._answer = answer
+                finite = check_together(checking)
+                for member in checking:
+                    member.checked = finite
             for optimizer in self.optimizers:
-                optimizer.step()
+                optimizer.step()  # not `_update`: hooks and schedulers of a member see its step
         finally:
-            for checked in checking:
-                checked._end_check()
+            for member in checking:
+                member.end_check()
         return loss
+
+    def members(self) -> list[Any]:
+        return [member for optimizer in self.optimizers for member in adapted(optimizer).members()]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
 
     def reset(self) -> None:
-        """Forget what the members learned."""
+        """Drop the state of all members."""
         for optimizer in self.optimizers:
-            if isinstance(optimizer, SpeedrunOptimizer | Combined):
-                optimizer.reset()
-            else:
-                optimizer.state.clear()
+            adapted(optimizer).reset()
 
     def state_bytes(self) -> dict[Tensor, int]:
         """How many bytes the state of each parameter takes when it is fullest."""
         sizes: dict[Tensor, int] = {}
         for optimizer in self.optimizers:
-            if not isinstance(optimizer, SpeedrunOptimizer | Combined):
-                raise ValueError(f"{type(optimizer).__name__} does not say how large its state gets.")
-            sizes |= optimizer.state_bytes()
+            sizes |= adapted(optimizer).state_bytes()
         return sizes
 
     def master(self, p: Tensor) -> Tensor:
@@ -134,21 +128,11 @@ class Combined(Optimizer):
 
     def _owner(self, p: Tensor) -> Any:
         for optimizer in self.optimizers:
-            if any(q is p for group in optimizer.param_groups for q in group["params"]):
-                return optimizer if hasattr(optimizer, "master") else Plain()
+            if any(q is p for q in params_of(optimizer.param_groups)):
+                return adapted(optimizer)
         raise ValueError(f"None of the optimizers trains this parameter of shape {tuple(p.shape)}.")
 
     # ----------------------------------------------------------------- state
-
-    def full_state_dict(self) -> States:
-        """The state of each parameter that has one, by name; see `by_name` in speedrun.optim.base."""
-        return by_name(self.param_groups, self.state)
-
-    def load_full_state_dict(self, states: States) -> None:
-        """Take a state as `full_state_dict` gives it; the weights must be those it belongs to."""
-        put_back(self.param_groups, self.state, states)
-        for optimizer in checked_in(self.optimizers):
-            optimizer._vouch_for_all()
 
     def state_dict(self) -> dict[str, Any]:
         """Torch's layout: the groups of all members, parameters numbered through."""
@@ -192,29 +176,3 @@ class Combined(Optimizer):
         self.optimizers = state["optimizers"]
         super().__setstate__({"defaults": state["defaults"], "state": {}, "param_groups": []})
         self.sync()
-
-
-def checked_in(optimizers: Iterable[Optimizer]) -> Iterator[SpeedrunOptimizer]:
-    """Those that check their gradients, wherever they are: also in a member that combines others, and inside a Snoo."""
-    from speedrun.optim.outer import Snoo  # which imports this module
-
-    for optimizer in optimizers:
-        if isinstance(optimizer, SpeedrunOptimizer):
-            yield optimizer
-        elif isinstance(optimizer, Combined):
-            yield from checked_in(optimizer.optimizers)
-        elif isinstance(optimizer, Snoo):
-            yield from checked_in([optimizer.optimizer])
-
-
-class Plain:
-    """Weights of an optimizer that keeps no exact ones: the parameter is its own master."""
-
-    @staticmethod
-    def master(p: Tensor) -> Tensor:
-        return p.detach().clone()
-
-    @staticmethod
-    @torch.no_grad()
-    def set_master(p: Tensor, value: Tensor) -> None:
-        p.copy_(value)

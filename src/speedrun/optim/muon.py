@@ -19,10 +19,20 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from speedrun.optim.base import Group, SpeedrunOptimizer, Work, named, require, value_at
+from speedrun.optim.base import SpeedrunOptimizer, Work
+from speedrun.optim.dtensor import local_of, part_of, whole_of
+from speedrun.optim.functional import (
+    apply_update_,
+    cautious_decay_,
+    classical_momentum_,
+    decay_,
+    ema_momentum_,
+    nesterov,
+    normuon_scale_,
+)
 from speedrun.optim.orthogonalize import Method, Orthogonalizer, check_method, fast_dtype
-from speedrun.optim.polynomial import Coefficients
-from speedrun.optim.sharded import local_of, part_of, whole_of
+from speedrun.optim.polynomial import Coefficients, multiplications
+from speedrun.optim.state import Group, named, require, value_at
 
 Scale = Literal["none", "unit-variance", "spectral", "match-rms-adamw"]
 Decay = Literal["decoupled", "cautious"]  # cautious: decay does not pull against what is being learned
@@ -32,6 +42,7 @@ Matrix = Literal["flatten", "batch"]
 Blocks = int | tuple[int, int]
 
 CHUNK_BYTES = 40 * 2**20  # of one stack in float32: bounds the memory of a step; larger ones were not faster
+PER_WEIGHT = 256.0  # multiplications in the time of everything else that is done to a weight, measured on a CPU
 LEAST = 4  # matrices in a stack however large they are: fewer were slower
 KEPT = 16  # orthogonalizers with their memory; models whose matrices do not all get gradients need ever others
 
@@ -106,6 +117,7 @@ class Muon(SpeedrunOptimizer):
     """
 
     per_parameter: tuple[str, ...] = ("lr_mul", "wd_mul", "blocks", "matrix")
+    whole_matrices = True
 
     def __init__(
         self,
@@ -166,6 +178,14 @@ class Muon(SpeedrunOptimizer):
         wide = torch.float64 if p.dtype == torch.float64 else torch.float32
         unused = set() if group["update_ema"] else {"update_buffer"}
         return {key: (shape or (), wide) for key, shape in self._state_shapes(p, group).items() if key not in unused}
+
+    def effort(self, p: Tensor, group: Group, index: int) -> float:
+        """The multiplications of its orthogonalisation, and its passes through memory as multiplications."""
+        grid = Grid(p.shape, value_at(group["matrix"], index), value_at(group["blocks"], index), "")
+        products = multiplications(
+            grid.rows, grid.cols, group["steps"], group["dtype"] or fast_dtype(p.device), p.device
+        )
+        return grid.count * products + PER_WEIGHT * p.numel()
 
     # ------------------------------------------------------------------ step
 
@@ -245,9 +265,9 @@ class Muon(SpeedrunOptimizer):
         if isinstance(finite, Tensor):
             g = torch.where(finite > 0, g, 0)
         if w.group["momentum_form"] == "ema":
-            m.lerp_(g, (1 - mu) * finite)
+            ema_momentum_(m, g, (1 - mu) * finite)
         else:
-            m.mul_(mu if isinstance(finite, float) else 1 - (1 - mu) * finite).add_(g)
+            classical_momentum_(m, g, mu if isinstance(finite, float) else 1 - (1 - mu) * finite)
         if w.sharded is None:
             self._look_ahead(w.group, grid.cut(g), grid.cut(m), part)
         else:
@@ -258,13 +278,10 @@ class Muon(SpeedrunOptimizer):
     @staticmethod
     def _look_ahead(group: Group, g: Tensor, m: Tensor, out: Tensor) -> None:
         """Nesterov's mixture of gradient and momentum, or the momentum alone."""
-        mu = group["momentum"]
-        if not group["nesterov"]:
-            out.copy_(m)
-        elif group["momentum_form"] == "ema":
-            torch.lerp(g, m, mu, out=out)
+        if group["nesterov"]:
+            nesterov(g, m, group["momentum"], ema=group["momentum_form"] == "ema", out=out)
         else:
-            torch.add(g, m, alpha=mu, out=out)
+            out.copy_(m)
 
     def _normalize(self, stack: Stack, out_Nrc: Tensor, finite: float | Tensor, spare_Nrc: Tensor) -> Tensor:
         return out_Nrc
@@ -278,22 +295,17 @@ class Muon(SpeedrunOptimizer):
         if smooth:  # smoother steps: an average of the orthogonalised updates
             if "update_buffer" not in w.state:
                 w.state["update_buffer"] = torch.zeros_like(update, memory_format=torch.contiguous_format)
-            w.state["update_buffer"].lerp_(update, (1 - smooth) * finite)
-            update = w.state["update_buffer"]
+            update = ema_momentum_(w.state["update_buffer"], update, (1 - smooth) * finite)
         lr = float(group["lr"]) * w.of("lr_mul")
         size = lr * scale * finite
         decay = group["weight_decay"] * w.of("wd_mul")
         decay *= lr * finite if group["decay_by"] == "lr" else float(group["lr"]) * size
         x = self._read(w)
         if group["weight_decay"] and group["decay"] == "decoupled":
-            x.mul_(1 - decay)
+            decay_(x, decay)
         elif group["weight_decay"]:
-            x.sub_(x.mul(update * x >= 0).mul_(decay))
-        if isinstance(size, Tensor):
-            x.sub_(update * size)
-        else:
-            x.add_(update, alpha=-size)
-        self._write(w, x)
+            cautious_decay_(x, update, decay)
+        self._write(w, apply_update_(x, update, size))
 
 
 class NorMuon(Muon):
@@ -353,14 +365,7 @@ class NorMuon(Muon):
                 w.state["second_moment"] = out_Nrc.new_zeros(self._second_shape(grid, w.of("axis")))
         moments: list[Tensor] = [w.state["second_moment"] for w, _ in stack]
         second = torch.cat(moments)
-        axis = -1 if second.shape[-1] == 1 and out_Nrc.shape[-2] == second.shape[-2] else -2
-        size = out_Nrc.shape[axis]
-        mean_square = torch.mul(out_Nrc, out_Nrc, out=spare_Nrc).mean(axis, keepdim=True)
-        second.lerp_(mean_square, (1 - stack[0][0].group["beta2"]) * finite)
+        normuon_scale_(out_Nrc, second, (1 - stack[0][0].group["beta2"]) * finite, spare_Nrc)
         for moment, fresh in zip(moments, second.split([len(m) for m in moments]), strict=True):
             moment.copy_(fresh)
-        factor = second.clamp(min=1e-10).rsqrt_()
-        # Norms before and after, from the means alone: the update itself is touched once.
-        before = mean_square.sum((-2, -1), keepdim=True).mul_(size).sqrt_()
-        after = mean_square.mul(factor.square()).sum((-2, -1), keepdim=True).mul_(size).sqrt_()
-        return out_Nrc.mul_(factor.mul_(before / after.clamp(min=1e-10)))
+        return out_Nrc

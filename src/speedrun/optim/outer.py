@@ -6,18 +6,18 @@ The inner optimizer explores for k steps. What it did, seen as one long gradient
 goes on from there.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from speedrun.optim.base import States, by_name, named, put_back, require
-from speedrun.optim.combined import Plain
-from speedrun.optim.sharded import is_sharded, refuse_state
+from speedrun.optim.dtensor import is_sharded, refuse_state
+from speedrun.optim.protocol import adapted
+from speedrun.optim.state import Loss, States, by_name, evaluate, named, params_of, put_back, require
 
-Loss = TypeVar("Loss")
 NUMBERS = ("count", "lr", "momentum", "k")
 KEPT = ("outer", "outer_momentum")
 """The state of a parameter here: float32 also where the weight is not."""
@@ -37,25 +37,22 @@ class Snoo(Optimizer):
         self.optimizer: Any = optimizer
         self.outer: dict[Tensor, dict[str, Tensor]] = {}
         self.lr, self.momentum, self.k, self.count = lr, momentum, k, 0
-        super().__init__([{"params": self._params()}], {})
+        super().__init__([{"params": params_of(optimizer.param_groups)}], {})
         self._share()
         self._start()
-
-    def _params(self) -> list[Tensor]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _share(self) -> None:
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
 
     def _start(self) -> None:
         """Weights that are new here are their own outer ones; momentum comes with the first outer step."""
-        for p in self._params():
+        for p in params_of(self.optimizer.param_groups):
             if p not in self.outer:
-                self.outer[p] = {"outer": self._masters.master(p)}
+                self.outer[p] = {"outer": self._inner.master(p)}
 
     @property
-    def _masters(self) -> Any:
-        return self.optimizer if hasattr(self.optimizer, "master") else Plain
+    def _inner(self) -> Any:
+        return adapted(self.optimizer)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if not getattr(self, "param_groups", None):  # called by the constructor
@@ -66,10 +63,7 @@ class Snoo(Optimizer):
 
     @torch.compiler.disable
     def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluate(closure)
         self.optimizer.step()
         if self.count % self.k == 0:
             self._outer_step()
@@ -80,56 +74,67 @@ class Snoo(Optimizer):
     def _outer_step(self) -> None:
         for p, state in self.outer.items():
             outer = state["outer"]
-            gone = outer - self._masters.master(p)
+            gone = outer - self._inner.master(p)
             if "outer_momentum" not in state:
                 state["outer_momentum"] = gone.clone()
             else:
                 state["outer_momentum"].mul_(self.momentum).add_(gone)
             outer -= (gone + self.momentum * state["outer_momentum"]) * self.lr
-            self._masters.set_master(p, outer)
+            self._inner.set_master(p, outer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Forget everything learned; the present weights are the new starting point."""
-        if hasattr(self.optimizer, "reset"):
-            self.optimizer.reset()
-        else:
-            self.optimizer.state.clear()
+        """Drop all state; the present weights are the new starting point."""
+        self._inner.reset()
         self.count = 0
         self.outer.clear()
         self._start()
 
     def state_bytes(self) -> dict[Tensor, int]:
         """How many bytes each parameter takes here and in the inner optimizer, which must be one of this package."""
-        if not hasattr(self.optimizer, "state_bytes"):
-            raise ValueError(f"{type(self.optimizer).__name__} does not say how large its state gets.")
-        sizes: dict[Tensor, int] = self.optimizer.state_bytes()
+        sizes: dict[Tensor, int] = self._inner.state_bytes()
         for p, state in self.outer.items():
             sizes[p] += 2 * state["outer"].nbytes  # the outer weights and their momentum
         return sizes
 
     def master(self, p: Tensor) -> Tensor:
-        return self._masters.master(p)
+        return self._inner.master(p)
 
     def set_master(self, p: Tensor, value: Tensor) -> None:
-        self._masters.set_master(p, value)
+        self._inner.set_master(p, value)
+
+    def members(self) -> list[Any]:
+        return self._inner.members()
+
+    def copy_state(self, source: Tensor, target: Tensor) -> None:
+        """Of the inner optimizer; the outer weights and momenta stay."""
+        self._inner.copy_state(source, target)
+
+    def clip_grad_norm_(self, max_norm: float, parameters: Iterable[Tensor] | None = None) -> Tensor:
+        return self._inner.clip_grad_norm_(max_norm, parameters)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._inner.no_sync()
+
+    def agree(self, numbers: Sequence[float] = ()) -> list[float]:
+        return self._inner.agree(numbers)
 
     def full_state_dict(self) -> States:
         """The inner optimizer's state by name, with the outer weights and momenta."""
-        states: States = self.optimizer.full_state_dict()
+        states: States = self._inner.full_state_dict()
         for name, state in by_name(self.param_groups, self.outer).items():
             states.setdefault(name, {}).update(state)
         return states
 
     def load_full_state_dict(self, states: States) -> None:
-        """Take a state as `full_state_dict` gives it; `count` is the caller's to set."""
+        """Load what `full_state_dict` returned; the caller sets `count`."""
         ours = {name: {key: state[key] for key in KEPT if key in state} for name, state in states.items()}
         put_back(self.param_groups, self.outer, ours)
         inner = {name: {k: v for k, v in state.items() if k not in KEPT} for name, state in states.items()}
-        self.optimizer.load_full_state_dict(inner)
+        self._inner.load_full_state_dict(inner)
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, and `snoo` beside it, by the names of the parameters."""
@@ -155,7 +160,7 @@ class Snoo(Optimizer):
             setattr(self, key, saved[key])
 
     def _refuse_sharded(self) -> None:
-        """torch.distributed.checkpoint drops `snoo` without a word, whatever the inner optimizer does."""
+        """torch.distributed.checkpoint drops `snoo` silently, whatever the inner optimizer does."""
         for number, group in enumerate(self.param_groups):
             for name, p in named(group, number):
                 if is_sharded(p):

@@ -36,7 +36,7 @@ from speedrun.files import (
     sweep,
     write_json,
 )
-from speedrun.optim.base import States
+from speedrun.optim.state import States
 
 TENSORS = "tensors.safetensors"
 STATE = "state.json"

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from speedrun.errors import UserError
-from speedrun.optim.pipeline import Comm
+from speedrun.optim.sharded import Comm
 from speedrun.train.watch import LONG, Watch, lost_connection
 
 PATIENCE = 300.0  # seconds a rank waits for another before it gives up; four times as long while something compiles

@@ -24,7 +24,7 @@ from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError
 from speedrun.model.gpt import GPTConfig, Role, Windows, flops_per_token
 from speedrun.optim import Combined, Muon, Snoo
-from speedrun.optim.base import value_at
+from speedrun.optim.state import value_at
 from speedrun.tracks import Track
 from speedrun.train import scale
 from speedrun.train.clock import synchronize

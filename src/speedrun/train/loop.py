@@ -33,7 +33,7 @@ from speedrun.model.gpt import GPT
 from speedrun.model.head import describe_fp8
 from speedrun.optim import Interleaved, Snoo
 from speedrun.optim.base import NonFiniteGradient, SpeedrunOptimizer
-from speedrun.optim.pipeline import Comm
+from speedrun.optim.sharded import Comm
 from speedrun.train import checkpoint, scale, telemetry, trace
 from speedrun.train.clock import Clock, synchronize
 from speedrun.train.config import Options, Recipe

@@ -14,7 +14,7 @@ from torch import nn
 
 from speedrun.model.gpt import MATRICES, TABLES, Role
 from speedrun.optim import NEWTON_SCHULZ_PER_STEP, Adam, Combined, Interleaved, Muon, NorMuon, Snoo
-from speedrun.optim.base import copied
+from speedrun.optim.state import copied
 
 AnyOptimizer = Adam | Muon | Combined | Interleaved | Snoo
 Named = list[tuple[str, nn.Parameter]]

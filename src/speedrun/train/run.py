@@ -22,7 +22,7 @@ from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError
 from speedrun.files import locked
 from speedrun.model.gpt import GPT
-from speedrun.optim.pipeline import Comm
+from speedrun.optim.sharded import Comm
 from speedrun.tracks import Track
 from speedrun.train import checkpoint, scale
 from speedrun.train.config import Options, Recipe, differences, to_dict, with_fields

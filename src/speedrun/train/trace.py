@@ -4,7 +4,7 @@
     speedrun trace show runs/<folder>
 
 Beside what torch records by itself, a file has the ranges of the loop (`step 7`, `compute: backward model`) and of the
-sharded step, which speedrun.optim.interleave explains.
+sharded step, which speedrun.optim.sharded explains.
 """
 
 import gzip

@@ -1,7 +1,7 @@
 """Parameters that arrive as DTensors, as FSDP2's `fully_shard` leaves them: this rank's part, and the whole.
 
 State is kept for this rank's part alone. Adam needs no more than that. Muon gathers what it orthogonalises, every rank
-does so for all matrices, and keeps its own part of the result; `speedrun.optim.interleave` divides that work, too.
+does so for all matrices and keeps its own part of the result; `speedrun.optim.sharded` divides that work, too.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def is_sharded(p: Tensor) -> bool:
-    """Whether `p` is a DTensor. Importing its module for this would cost everybody half a second."""
+    """Whether `p` is a DTensor. Importing its module to ask would take half a second."""
     return hasattr(p, "device_mesh") and hasattr(p, "placements")
 
 

@@ -1,0 +1,129 @@
+"""What a trainer may ask of any optimizer here, in one process or in several."""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from speedrun.optim.state import Group, States, by_name, copied, params_of, put_back
+
+
+@runtime_checkable
+class TrainerOptimizer(Protocol):
+    """Adam, Muon, NorMuon, Combined, Interleaved and Snoo have all of this.
+
+    In a sharded optimizer, all ranks must call these methods together.
+    """
+
+    param_groups: list[Group]
+    state: Any
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any: ...
+
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
+
+    def full_state_dict(self) -> States:
+        """The state of each parameter that has one, by name, as one process has it."""
+
+    def load_full_state_dict(self, states: States) -> None:
+        """Load what `full_state_dict` returned; the weights must be those that the state belongs to."""
+
+    def master(self, p: Tensor) -> Tensor:
+        """The exact value of a parameter, as a new tensor: float32 for an exact bfloat16 weight."""
+
+    def set_master(self, p: Tensor, value: Tensor) -> None:
+        """Write a parameter so that `master(p)` returns `value` exactly, where its dtype allows."""
+
+    def copy_state(self, source: Tensor, target: Tensor) -> None:
+        """Replace the state of `target` by a copy of the state of `source`, a parameter of the same shape."""
+
+    def reset(self) -> None:
+        """Drop all state, as if no step had been made."""
+
+    def clip_grad_norm_(self, max_norm: float, parameters: Iterable[Tensor] | None = None) -> Tensor:
+        """Scale the gradients that `step` will use to a joint norm of at most `max_norm`; return the norm before.
+
+        `parameters`: all of them, in the order in which one process adds up their norms (to the last bit, the norm
+        depends on it); by default the order of the groups.
+        """
+
+    def state_bytes(self) -> dict[Tensor, int]:
+        """How many bytes of state this process keeps for each parameter, at most."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes in this context only accumulate gradients: for all micro-batches but the last."""
+
+    def agree(self, numbers: Sequence[float] = ()) -> list[float]:
+        """The sums of `numbers` over all ranks. Called, if at all, after the last backward pass of a step."""
+
+
+class InOneProcess:
+    """The part of `TrainerOptimizer` that is the same for all optimizers of one process."""
+
+    param_groups: list[Group]
+    state: Any
+
+    def members(self) -> list[Any]:
+        """The optimizers of this package in here that check the gradients of this process."""
+        return [self]
+
+    def full_state_dict(self) -> States:
+        """The state of each parameter that has one, by name; see `by_name` in speedrun.optim.state."""
+        return by_name(self.param_groups, self.state)
+
+    def load_full_state_dict(self, states: States) -> None:
+        """Load what `full_state_dict` returned; the weights must be those that the state belongs to."""
+        put_back(self.param_groups, self.state, states)
+        for member in self.members():
+            member.trust_remainders()
+
+    def copy_state(self, source: Tensor, target: Tensor) -> None:
+        """Replace the state of `target` by a copy of the state of `source`, a parameter of the same shape."""
+        self.state[target] = copied(self.state.get(source, {}), target.device)
+
+    def clip_grad_norm_(self, max_norm: float, parameters: Iterable[Tensor] | None = None) -> Tensor:
+        """See `TrainerOptimizer`: `torch.nn.utils.clip_grad_norm_`."""
+        if not max_norm > 0:
+            raise ValueError(f"max_norm is {max_norm}; it must be positive.")
+        return nn.utils.clip_grad_norm_(params_of(self.param_groups) if parameters is None else parameters, max_norm)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """There are no other processes to exchange gradients with."""
+        return nullcontext()
+
+    def agree(self, numbers: Sequence[float] = ()) -> list[float]:
+        """The numbers themselves: this is the only process."""
+        return list(numbers)
+
+
+class Foreign(InOneProcess):
+    """A `torch.optim.Optimizer` of another package: each parameter is its own master, and gradients are not checked."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+    def members(self) -> list[Any]:
+        return []
+
+    def reset(self) -> None:
+        self.optimizer.state.clear()
+
+    def master(self, p: Tensor) -> Tensor:
+        return p.detach().clone()
+
+    @torch.no_grad()
+    def set_master(self, p: Tensor, value: Tensor) -> None:
+        p.copy_(value)
+
+    def state_bytes(self) -> dict[Tensor, int]:
+        raise ValueError(f"{type(self.optimizer).__name__} does not say how large its state gets.")
+
+
+def adapted(optimizer: Any) -> Any:
+    """The optimizer itself if it is one of this package, otherwise a `Foreign` around it."""
+    return optimizer if hasattr(optimizer, "load_full_state_dict") else Foreign(optimizer)
