@@ -7,11 +7,12 @@ masters; `_write` puts them back.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from speedrun.optim.exact_bf16 import checksum, join, split
@@ -53,7 +54,31 @@ class NonFiniteGradient(ValueError):
     """A gradient is NaN or infinite. No weight and no state has changed."""
 
 
-class SpeedrunOptimizer(Optimizer):
+class OneProcess:
+    """What a trainer asks of an optimizer, where no other process has a part of the work."""
+
+    state: Any
+    param_groups: list[Group]
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """A context for all backward passes of a step but the last one."""
+        return nullcontext()
+
+    def agree(self, numbers: Sequence[float] = ()) -> list[float]:
+        """The sums of `numbers` over all ranks."""
+        return list(numbers)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradients down to this norm over all parameters, and return the norm they had."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        return nn.utils.clip_grad_norm_(params, max_norm, foreach=True)
+
+    def copy_state(self, source: Tensor, target: Tensor) -> None:
+        """Give `target` a copy of the state of `source`, which has the same shape."""
+        self.state[target] = copied(self.state.get(source, {}), target.device)
+
+
+class SpeedrunOptimizer(OneProcess, Optimizer):
     """The common part; not an optimizer by itself."""
 
     per_parameter: tuple[str, ...] = ("lr_mul", "wd_mul")  # group values that may be a list, one value per parameter

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from speedrun.optim.base import Group, SpeedrunOptimizer, States, by_name, check_together, put_back
+from speedrun.optim.base import Group, OneProcess, SpeedrunOptimizer, States, by_name, check_together, put_back
 
 Loss = TypeVar("Loss")
 
@@ -50,7 +50,7 @@ class _Together(MutableMapping[Tensor, Any]):
         return any(p in optimizer.state for optimizer in self.optimizers)
 
 
-class Combined(Optimizer):
+class Combined(OneProcess, Optimizer):
     """One `torch.optim.Optimizer` that steps all of `optimizers`, each with its own parameters."""
 
     def __init__(self, *optimizers: Optimizer) -> None:
@@ -73,7 +73,7 @@ class Combined(Optimizer):
     def sync(self) -> None:
         """Take notice of groups that were added to a member."""
         self.param_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        self.state = _Together(self.optimizers)  # type: ignore[assignment]
+        self.state = _Together(self.optimizers)
 
     def add_param_group(self, param_group: Group) -> None:
         """Not possible here: the group would not say which optimizer it is for."""

@@ -6,7 +6,8 @@ The inner optimizer explores for k steps. What it did, seen as one long gradient
 goes on from there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -116,6 +117,18 @@ class Snoo(Optimizer):
 
     def set_master(self, p: Tensor, value: Tensor) -> None:
         self._masters.set_master(p, value)
+
+    def copy_state(self, source: Tensor, target: Tensor) -> None:
+        self.optimizer.copy_state(source, target)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.optimizer.no_sync()
+
+    def agree(self, numbers: Sequence[float] = ()) -> list[float]:
+        return self.optimizer.agree(numbers)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        return self.optimizer.clip_grad_norm_(max_norm)
 
     def full_state_dict(self) -> States:
         """The inner optimizer's state by name, with the outer weights and momenta."""
