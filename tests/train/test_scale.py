@@ -47,7 +47,7 @@ def test_the_backward_pass_starts_from_the_sum_and_the_optimizer_gets_the_eighth
     seen: dict[str, torch.Tensor] = {}
     trainer = tiny_trainer(tokens, tmp_path / "run", {"optim.reference_ranks": 8})
     stage = trainer.recipe.schedule.at(0)
-    with trainer.batches() as batches:
+    with Loop(trainer).batches() as batches:
         batch = batches.next()
     head = trainer.model.head
     assert head is not None
