@@ -23,9 +23,10 @@ from speedrun.tracks import get_track
 from speedrun.train import arithmetic, telemetry
 from speedrun.train.config import Options
 from speedrun.train.device import choose
-from speedrun.train.distributed import Muted
-from speedrun.train.loop import Trainer
-from speedrun.train.progress import Report
+from speedrun.train.job import Job
+from speedrun.train.progress import Progress
+from speedrun.train.runlog import NullRunFolder
+from speedrun.train.step import Trainer
 
 
 def step_seconds(name: str, rounds: int, compiled: bool) -> dict[str, float]:
@@ -34,8 +35,8 @@ def step_seconds(name: str, rounds: int, compiled: bool) -> dict[str, float]:
     trainers: dict[str, Trainer] = {}
     for dtype in ("float32", "bfloat16"):
         options = Options(compile=compiled, final_checkpoint=False)
-        report, folder = Report(1, quiet=True), Muted(Path("nowhere"))
-        trainers[dtype] = Trainer(recipe, tokens, choose("cpu", dtype), options, folder, report)
+        progress, folder = Progress(1, quiet=True), NullRunFolder(Path("nowhere"))
+        trainers[dtype] = Trainer(Job(recipe, tokens, choose("cpu", dtype), options, folder, progress))
     stage = recipe.schedule.at(0)
     ids = torch.randint(tokens.vocab_size, (stage.rows, stage.length + 1))
     starts = tuple(torch.tensor([0]).numpy() for _ in range(stage.rows))

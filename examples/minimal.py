@@ -15,6 +15,7 @@ Where to read on, in src/speedrun/:
     model/gpt.py          the network
     train/optimizers.py   which optimizer trains which parameter; optim/muon.py and optim/adam.py have the updates
     train/schedule.py     learning rate, batch size, windows and momentum, each as a function of the step
+    train/step.py         one step, with everything that several processes and small memories need
     train/loop.py         this loop, with everything that a timed run needs
 """
 
@@ -33,7 +34,7 @@ from speedrun.recipes import DEFAULT, LINEAGE, get_recipe
 from speedrun.tracks import get_track
 from speedrun.train.config import Recipe
 from speedrun.train.device import Machine, choose
-from speedrun.train.optimizers import build_optimizer, copy_state
+from speedrun.train.optimizers import build_optimizer
 from speedrun.train.schedule import Stage
 
 PRINT_EVERY = 50  # steps
@@ -96,7 +97,7 @@ def train(
         batch = loader.next(stage.rows, stage.length)
 
         # Forward and backward. The model gives the sum over the tokens; dividing by their number makes it the mean.
-        loss = loss_sum(model, batch, stage, machine) / count_targets(batch)
+        loss = loss_sum(model, batch, stage, machine) / batch.counted
         loss.backward()
         if recipe.optim.clip:
             nn.utils.clip_grad_norm_(model.parameters(), recipe.optim.clip)
@@ -113,7 +114,7 @@ def train(
         # optimizer knows about the table: its averages of earlier gradients.
         if stage.splits and model.head is not None:
             model.split_head()
-            copy_state(optimizer, model.embed, model.head)
+            optimizer.copy_state(model.embed, model.head)
 
         train_losses.append(loss.item())
         if step % PRINT_EVERY == 0:
@@ -138,14 +139,14 @@ def validate(model: GPT, recipe: Recipe, tokens: TokenFolder, machine: Machine, 
     total, count = 0.0, 0
     for batch in batches:
         total += loss_sum(model, batch, stage, machine).item()
-        count += count_targets(batch)
+        count += batch.counted
     return total / count
 
 
 def loss_sum(model: GPT, batch: Batch, stage: Stage, machine: Machine) -> Tensor:
     """The forward pass: the sum of the losses of all tokens of a batch."""
     device = machine.device
-    documents = document_numbers(batch)
+    doc_ids = batch.doc_ids  # the number of each token's document in its row: attention stays inside a document
     # Attention looks only so many tokens back, further and further during a run; YaRN fits the positions to it.
     # `for_rows` puts windows in the form that `speedrun train` computes with, so that the last bits agree.
     windows = None if stage.windows is None else stage.windows.for_rows(batch.inputs.shape[1], device)
@@ -154,27 +155,12 @@ def loss_sum(model: GPT, batch: Batch, stage: Stage, machine: Machine) -> Tensor
         loss: Tensor = model(
             batch.inputs.to(device),
             batch.targets.to(device),
-            None if documents is None else documents.to(device),
+            None if doc_ids is None else doc_ids.to(device),
             windows,
             torch.tensor(stage.predict, device=device),  # weights of the losses of the next, second next... token
             stage.tied,
         )
     return loss
-
-
-def count_targets(batch: Batch) -> int:
-    """How many tokens are predicted; -1 marks positions that only fill up the last rows of the validation."""
-    return int((batch.targets >= 0).sum())
-
-
-def document_numbers(batch: Batch) -> Tensor | None:
-    """Numbers the documents of each row (0 0 0 1 1 2 ...): attention stays inside a document."""
-    if batch.starts is None:
-        return None
-    begins = torch.zeros_like(batch.inputs)
-    for row, starts in enumerate(batch.starts):
-        begins[row, torch.from_numpy(starts[1:])] = 1
-    return begins.cumsum(1)
 
 
 if __name__ == "__main__":

@@ -36,11 +36,13 @@ from speedrun.optim.sharded import Comm
 from speedrun.recipes import LINEAGE, get_recipe
 from speedrun.train.config import Options, Recipe, fields_of, with_fields
 from speedrun.train.device import choose
-from speedrun.train.distributed import Muted
-from speedrun.train.loop import Trainer
+from speedrun.train.job import Job
+from speedrun.train.loop import Loop
 from speedrun.train.optimizers import PARTS
-from speedrun.train.progress import Report
-from speedrun.train.runlog import RunFolder, read_metrics
+from speedrun.train.progress import Progress
+from speedrun.train.runlog import NullRunFolder, RunFolder, read_metrics
+from speedrun.train.state import exact
+from speedrun.train.step import Trainer
 
 COMPILED = ("normuon", "interleaved")
 STEPS, QUICK = 24, 8  # with the extension
@@ -183,12 +185,14 @@ def make_tokens(path: Path) -> TokenFolder:
 def train(recipe: Recipe, options: Options, tokens: TokenFolder, folder: Path, comm: Comm) -> dict[str, Any]:
     """One run as `speedrun train` does it, warm-up included."""
     torch._dynamo.reset()
-    here = RunFolder.create(folder, {"recipe": recipe.name}, lambda line: None) if comm.rank == 0 else Muted(folder)
+    here: RunFolder | NullRunFolder = NullRunFolder(folder)
+    if comm.rank == 0:
+        here = RunFolder.create(folder, {"recipe": recipe.name}, lambda line: None)
     machine = choose("cpu", "float32", threads=1)
-    trainer = Trainer(recipe, tokens, machine, options, here, Report(recipe.schedule.total, quiet=True), comm)
-    result = trainer.run()
+    trainer = Trainer(Job(recipe, tokens, machine, options, here, Progress(recipe.schedule.total, quiet=True), comm))
+    result = Loop(trainer).run()
     assert result.status == "ok", result.reason
-    weights = sorted(digest(trainer.exact(p)) for p in trainer.model.parameters())  # all ranks: it may be a collective
+    weights = sorted(digest(exact(trainer, p)) for p in trainer.model.parameters())  # all ranks: it may be a collective
     if comm.rank:
         return {}
     losses = [m["loss"] for m in read_metrics(folder) if m["kind"] in ("train", "val")]

@@ -38,10 +38,11 @@ from speedrun.recipes import get_recipe
 from speedrun.recipes.published import CURVES
 from speedrun.train.config import Options, Recipe
 from speedrun.train.device import choose
-from speedrun.train.loop import Trainer
-from speedrun.train.progress import Report
+from speedrun.train.job import Job
+from speedrun.train.progress import Progress
 from speedrun.train.runlog import RunFolder
 from speedrun.train.schedule import Stage
+from speedrun.train.step import Trainer
 
 BATCH = 2048  # tokens
 STEPS = 3
@@ -97,8 +98,9 @@ def next_token_loss(trainer: Trainer, batch: Batch, stage: Stage) -> float:
 def build(name: str, tokens: TokenFolder, folder: Path, seed: int = 0) -> Trainer:
     recipe = get_recipe(name, CURVES[name].track)
     run = RunFolder.create(folder / f"{name}-{seed}", {"recipe": name}, console=lambda line: None)
-    report = Report(recipe.schedule.total, quiet=True)
-    return Trainer(recipe, tokens, choose("cpu", "float32"), Options(seed=seed, compile=False), run, report)
+    progress = Progress(recipe.schedule.total, quiet=True)
+    options = Options(seed=seed, compile=False)
+    return Trainer(Job(recipe, tokens, choose("cpu", "float32"), options, run, progress))
 
 
 def first_loss(name: str) -> float:

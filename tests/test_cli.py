@@ -25,7 +25,7 @@ from speedrun.recipes import DEFAULT, LINEAGE, get_recipe
 from speedrun.tracks import TRACKS
 from speedrun.train import dryrun
 from speedrun.train.config import Recipe, fields_of, meanings
-from speedrun.train.loop import Trainer
+from speedrun.train.loop import Loop
 from speedrun.train.runlog import read_metrics, read_result
 from speedrun.train.schedule import Stage
 from tests.conftest import make_token_folder
@@ -85,14 +85,14 @@ def losses(folder: Path) -> list[tuple[str, int, float]]:
 
 def interrupt_after(step: int, patch: pytest.MonkeyPatch) -> None:
     """Ctrl-C when so many steps are done."""
-    log_step = Trainer.log_step
+    log_step = Loop.log_step
 
-    def logged(self: Trainer, stage: Stage, loss: float) -> None:
+    def logged(self: Loop, stage: Stage, loss: float) -> None:
         log_step(self, stage, loss)
         if stage.step + 1 == step:
             os.kill(os.getpid(), signal.SIGINT)
 
-    patch.setattr(Trainer, "log_step", logged)
+    patch.setattr(Loop, "log_step", logged)
 
 
 @pytest.fixture(scope="module")
@@ -585,10 +585,10 @@ def test_a_run_that_goes_nan_says_what_may_help(speedrun: Speedrun, tokens: Toke
 def test_ctrl_c_before_the_first_step_leaves_nothing(
     speedrun: Speedrun, tokens: TokenFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def warm_up(self: Trainer) -> None:
+    def warm_up(trainer: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Trainer, "warm_up", warm_up)
+    monkeypatch.setattr("speedrun.train.loop.warm_up", warm_up)
     done = speedrun("train", "--data", tokens.path, *EIGHT)
     assert (done.code, done.err) == (130, "speedrun: stopped\n")
     assert list(tmp_path.iterdir()) == []
@@ -854,7 +854,7 @@ def test_a_short_run_on_a_cpu_is_not_compiled_unless_asked(
     flags: list[str], compiled: bool, speedrun: Speedrun, tokens: TokenFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[bool] = []
-    monkeypatch.setattr("speedrun.train.loop.compiled", lambda model, wanted, *_: asked.append(wanted) or (model, None))
+    monkeypatch.setattr("speedrun.train.step.compiled", lambda model, wanted, *_: asked.append(wanted) or (model, None))
     undecided = shlex.split(shlex.join(QUICK).replace("--compile False", ""))
     steps = [] if "--schedule.steps" in flags else ["--schedule.steps", "2"]
     done = speedrun("train", "--data", tokens.path, *undecided, *steps, *flags, "--out", "run")

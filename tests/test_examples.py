@@ -14,11 +14,13 @@ from examples.minimal import train
 
 from speedrun.data.shards import TokenFolder
 from speedrun.recipes import LINEAGE, get_recipe
-from speedrun.train.config import Recipe, with_fields
+from speedrun.train.config import Options, Recipe, with_fields
 from speedrun.train.device import choose
-from speedrun.train.loop import Options, Trainer
-from speedrun.train.progress import Report
+from speedrun.train.job import Job
+from speedrun.train.loop import Loop
+from speedrun.train.progress import Progress
 from speedrun.train.runlog import RunFolder, read_metrics
+from speedrun.train.step import Trainer
 from tests.conftest import make_token_folder
 
 ROOT = Path(__file__).parents[1]
@@ -85,8 +87,8 @@ def test_the_package_has_the_losses_and_weights_of_the_example_bit_for_bit(
 
     folder = RunFolder.create(tmp_path / "run", {"recipe": name}, console=lambda line: None)
     options = Options(seed=SEED, compile=False, final_checkpoint=False)
-    trainer = Trainer(recipe, tokens, machine, options, folder, Report(recipe.schedule.total, quiet=True))
-    assert trainer.run().status == "ok"
+    trainer = Trainer(Job(recipe, tokens, machine, options, folder, Progress(recipe.schedule.total, quiet=True)))
+    assert Loop(trainer).run().status == "ok"
     assert [m["loss"] for m in read_metrics(folder.path, "train")] == train_losses
     assert {m["step"]: m["loss"] for m in read_metrics(folder.path, "val")} == val_losses
     weights, expected = dict(model.named_parameters()), dict(trainer.model.named_parameters())

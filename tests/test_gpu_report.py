@@ -81,7 +81,7 @@ def test_predictions_come_from_the_table(tmp_path: Path, monkeypatch: pytest.Mon
     for module in (memory, gpu_report):
         monkeypatch.setattr(module, "table", lambda: rows)
     monkeypatch.setattr(torch.compiler, "set_stance", lambda _: None)
-    monkeypatch.setattr("speedrun.train.loop.compiled", lambda model, *_: (model, None))
+    monkeypatch.setattr("speedrun.train.step.compiled", lambda model, *_: (model, None))
     trainer = made_up_trainer(recipe, machine)
     trainer.fitting = {stage.shape: 1}
     found = {line.what: line for line in gpu_report.step_lines(trainer, stage, 1)}
@@ -94,12 +94,15 @@ def test_predictions_come_from_the_table(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def made_up_trainer(recipe: Any, machine: Any) -> Any:
-    from speedrun.train.distributed import Muted
-    from speedrun.train.loop import Trainer
-    from speedrun.train.progress import Report
+    from speedrun.train.job import Job
+    from speedrun.train.progress import Progress
+    from speedrun.train.runlog import NullRunFolder
+    from speedrun.train.step import Trainer
 
     tokens: Any = SimpleNamespace(vocab_size=recipe.model.vocab)
-    return Trainer(recipe, tokens, machine, Options(), Muted(Path("nowhere")), Report(1, quiet=True), Comm())
+    return Trainer(
+        Job(recipe, tokens, machine, Options(), NullRunFolder(Path("nowhere")), Progress(1, quiet=True), Comm())
+    )
 
 
 def test_launches_and_syncs_are_those_of_the_profiler() -> None:
@@ -119,16 +122,17 @@ def test_several_ranks_agree_on_the_order_of_transfers(tmp_path: Path) -> None:
     assert order["host waits"][1].count("ms") == 2
 
 
-def test_ranks_that_differ_in_order_are_found() -> None:
+def test_ranks_that_differ_in_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_report, "made_up", lambda *_: None)
+
     def step(*_: object) -> None:
         with torch.profiler.record_function("launch: reduce a"):
             pass
 
     schedule = SimpleNamespace(at=lambda _: tiny("interleaved").schedule.at(0))
     trainer: Any = SimpleNamespace(
-        sharded=True,
         recipe=SimpleNamespace(schedule=schedule),
-        made_up=lambda *_: None,
+        job=None,
         step=step,
         comm=SimpleNamespace(all_gather_object=lambda mine: [mine, (["gather a"], 0.0)]),
     )

@@ -28,10 +28,11 @@ from speedrun.optim.sharded import Comm
 from speedrun.recipes import get_recipe
 from speedrun.train.config import Options, Recipe
 from speedrun.train.device import Machine
-from speedrun.train.distributed import Muted
-from speedrun.train.loop import Trainer
-from speedrun.train.progress import Report
+from speedrun.train.job import Job
+from speedrun.train.progress import Progress
+from speedrun.train.runlog import NullRunFolder
 from speedrun.train.schedule import Stage
+from speedrun.train.step import Trainer
 
 COLLECTIVES = ("reduce-scatter", "all-gather", "all-reduce", "broadcast")
 
@@ -105,12 +106,12 @@ def made_up_trainer(recipe: Recipe, backend: Backend) -> Trainer:
     device, why = torch.device("cuda:0"), "made up"
     machine = Machine(device, why, torch.bfloat16, why, 1, why, backend, why)
     tokens: Any = SimpleNamespace(vocab_size=recipe.model.vocab)
-    folder, report = Muted(Path("nowhere")), Report(recipe.schedule.total, quiet=True)
-    uncompiled = patch("speedrun.train.loop.compiled", lambda model, *_: (model, None))
+    folder, progress = NullRunFolder(Path("nowhere")), Progress(recipe.schedule.total, quiet=True)
+    uncompiled = patch("speedrun.train.step.compiled", lambda model, *_: (model, None))
     with device, uncompiled, patch.object(GPT, "to", lambda model, _: model):  # fake tensors cannot be moved
-        trainer = Trainer(recipe, tokens, machine, Options(), folder, report, Comm.of(None))
-    if trainer.sharded:
-        trainer.sharded.comm.aside = dist.group.WORLD  # it would open a group of gloo, and wait for the others
+        trainer = Trainer(Job(recipe, tokens, machine, Options(), folder, progress, Comm.of(None)))
+    if trainer.comm.size > 1:
+        trainer.comm.aside = dist.group.WORLD  # it would open a group of gloo, and wait for the others
     return trainer
 
 

@@ -36,11 +36,13 @@ from speedrun.train import telemetry, trace
 from speedrun.train.clock import synchronize
 from speedrun.train.config import Options, Recipe
 from speedrun.train.device import Machine
-from speedrun.train.distributed import Muted
-from speedrun.train.loop import Trainer
+from speedrun.train.job import Job
 from speedrun.train.memory import compiled_graph, gib, memory_of, table
-from speedrun.train.progress import Report
+from speedrun.train.progress import Progress
+from speedrun.train.runlog import NullRunFolder
 from speedrun.train.schedule import Stage
+from speedrun.train.step import Trainer
+from speedrun.train.warmup import made_up
 
 LAUNCH = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")  # and their variants: ...ExC, ...Ex
 SYNC = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
@@ -74,10 +76,9 @@ def write(
     keep("Attention and 8-bit head against plain versions, relative errors", parity(recipe, machine))
     with tempfile.TemporaryDirectory() as folder:
         tokens = TokenFolder("made up", "", min(recipe.model.vocab, 2**16), 0, {}, path=Path(folder))
-        trainer = Trainer(
-            recipe, tokens, machine, options, Muted(Path(folder)),
-            Report(recipe.schedule.total, quiet=True), comm,
-        )  # fmt: skip
+        nowhere = NullRunFolder(Path(folder))
+        quiet = Progress(recipe.schedule.total, quiet=True)
+        trainer = Trainer(Job(recipe, tokens, machine, options, nowhere, quiet, comm))
         for stage in kinds_of_steps(recipe):
             keep(f"Step {stage.step}, {stage.rows} x {stage.length} tokens", step_lines(trainer, stage, steps))
         v = recipe.validation
@@ -174,7 +175,7 @@ def step_lines(trainer: Trainer, stage: Stage, steps: int) -> list[Line]:
     device, recipe = trainer.device, trainer.recipe
     generator = torch.Generator().manual_seed(SEED)
     gentle = dataclasses.replace(stage, lr=1e-3)
-    batch = trainer.made_up(stage.rows, stage.length, generator)
+    batch = made_up(trainer.job, stage.rows, stage.length, generator)
 
     def once() -> float:
         synchronize(device)
@@ -196,7 +197,7 @@ def step_lines(trainer: Trainer, stage: Stage, steps: int) -> list[Line]:
     rows = -(-stage.rows // trainer.comm.size)
     at_once = min(trainer.micro_rows or trainer.fitting.get(stage.shape, rows), rows)
     passes = math.ceil(rows / at_once)
-    graph = compiled_graph(recipe, stage, trainer.machine.kernels) if trainer.options.compile else None
+    graph = compiled_graph(recipe, stage, trainer.job.machine.kernels) if trainer.job.options.compile else None
     kernels, waits, held, moved, rate = UNKNOWN, UNKNOWN, UNKNOWN, 0.0, ""
     if graph is not None:
         both = graph["forward"], graph["backward"]
@@ -207,11 +208,11 @@ def step_lines(trainer: Trainer, stage: Stage, steps: int) -> list[Line]:
         waits = " or ".join(f"{row['syncs'] + row['copies']}" for row in known) or UNKNOWN
         moved = sum(part["bytes"] for part in both) * rows / graph["rows"]
         rate = f"if so, {moved / seconds / 1e9:,.0f} GB/s"
-        memory = memory_of(recipe, trainer.machine, trainer.options, trainer.comm.size)
+        memory = memory_of(recipe, trainer.job.machine, trainer.job.options, trainer.comm.size)
         held = gib(memory.fixed - memory.warm_up + graph["peak"] * at_once / graph["rows"])
     gpu = device.type == "cuda"
     return [
-        Line("first step, with compiling" if trainer.options.compile else "first step", "", f"{first:.1f} s"),
+        Line("first step, with compiling" if trainer.job.options.compile else "first step", "", f"{first:.1f} s"),
         Line("step", "", f"{1000 * seconds:.1f} ms, {stage.tokens / seconds:,.0f} tokens per second"),
         Line("passes over the model", "", f"{passes} of {at_once} rows"),
         Line("bytes that kernels touch", f"{moved / 1e9:.1f} GB" if moved else UNKNOWN, rate),
@@ -235,7 +236,7 @@ def validation_lines(trainer: Trainer) -> list[Line]:
     recipe, device = trainer.recipe, trainer.device
     v, stage = recipe.validation, recipe.schedule.after(recipe.schedule.total)
     trainer.model.stretch(stage.windows_so_far)
-    batch = trainer.made_up(v.rows, v.length, torch.Generator().manual_seed(SEED))
+    batch = made_up(trainer.job, v.rows, v.length, torch.Generator().manual_seed(SEED))
     took = []
     reset_peak(device)
     for _ in range(2):
@@ -244,8 +245,8 @@ def validation_lines(trainer: Trainer) -> list[Line]:
             trainer.micro_loss(batch, stage).item()
         took.append(time.perf_counter() - began)
     peak, held = peak_memory(device), UNKNOWN
-    memory = memory_of(recipe, trainer.machine, trainer.options, trainer.comm.size)
-    if trainer.options.compile and compiled_graph(recipe, stage, trainer.machine.kernels, training=False):
+    memory = memory_of(recipe, trainer.job.machine, trainer.job.options, trainer.comm.size)
+    if trainer.job.options.compile and compiled_graph(recipe, stage, trainer.job.machine.kernels, training=False):
         held = gib(memory.fixed - memory.warm_up - memory.gradients + memory.validation)
     return [
         Line("first batch", "", f"{took[0]:.1f} s"),
@@ -256,9 +257,8 @@ def validation_lines(trainer: Trainer) -> list[Line]:
 
 def order_lines(trainer: Trainer) -> list[Line]:
     """The collectives of one step as each rank launched them: in another order on one of them NCCL would hang."""
-    assert trainer.sharded is not None
     stage = trainer.recipe.schedule.at(0)
-    batch = trainer.made_up(stage.rows, stage.length, torch.Generator().manual_seed(SEED))
+    batch = made_up(trainer.job, stage.rows, stage.length, torch.Generator().manual_seed(SEED))
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         trainer.step(dataclasses.replace(stage, lr=1e-3), batch)
     spans = trace.spans(profiled)

@@ -21,7 +21,7 @@ from speedrun.optim.sharded import Comm
 from speedrun.recipes import get_recipe
 from speedrun.train.config import Options
 from speedrun.train.device import Machine
-from speedrun.train.loop import Trainer
+from speedrun.train.step import Trainer
 
 def trainer(*args):
     with torch.device("cuda:0"):
@@ -35,7 +35,7 @@ machine = Machine(torch.device("cuda:0"), "", torch.bfloat16, "", 1, "", "fa3", 
 with (
     fake_gpu(), Launches(),
     patch.object(GPT, "to", lambda model, _: model),
-    patch("speedrun.train.loop.compiled", lambda model, *_: (model, None)),
+    patch("speedrun.train.step.compiled", lambda model, *_: (model, None)),
     patch.object(gpu_report, "Trainer", trainer),
     patch.object(gpu_report, "profile", lambda **_: Profiled(Profiled())),
     patch("speedrun.train.memory.row_bytes", lambda *_: 2**20),  # it has fake tensors of its own

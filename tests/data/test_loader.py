@@ -108,7 +108,7 @@ class PlainLoader:
 
 
 def rows_of(batch: Batch) -> list[Row]:
-    starts = batch.starts if batch.starts is not None else [np.zeros(0)] * len(batch.inputs)
+    starts = batch.doc_starts if batch.doc_starts is not None else [np.zeros(0)] * len(batch.inputs)
     return [
         (i, t, [int(x) for x in s])
         for i, t, s in zip(batch.inputs.tolist(), batch.targets.tolist(), starts, strict=True)
@@ -116,7 +116,7 @@ def rows_of(batch: Batch) -> list[Row]:
 
 
 def same(batch: Batch, rows: list[Row]) -> bool:
-    if batch.starts is None:
+    if batch.doc_starts is None:
         rows = [(inputs, targets, []) for inputs, targets, _ in rows]
     return rows_of(batch) == rows
 
@@ -230,13 +230,13 @@ def test_a_discarding_loader_by_hand(make_shards: Callable[..., list[Path]]) -> 
     # A is cut to 4 tokens; of B 2 complete the 6 tokens of the row, the second only as a target.
     assert first.inputs.tolist() == [[0, 1, 2, 3, 0]]
     assert first.targets.tolist() == [[1, 2, 3, 0, 6]]
-    assert [s.tolist() for s in first.starts or ()] == [[0, 4]]
+    assert [s.tolist() for s in first.doc_starts or ()] == [[0, 4]]
     assert first.state == {"epoch": 0, "shard": 0, "position": 2}
     # The rest of B is lost; C and D have 5 tokens together, too few for a row of 5, enough for one of 4.
     second = loader.next(1, 4)
     assert second.inputs.tolist() == [[0, 0, 8, 8]]
     assert second.targets.tolist() == [[0, 8, 8, 8]]
-    assert [s.tolist() for s in second.starts or ()] == [[0, 1]]
+    assert [s.tolist() for s in second.doc_starts or ()] == [[0, 1]]
     # Nothing is left, so a new epoch begins.
     third = loader.next(1, 3)
     assert third.inputs.tolist() == [[0, 1, 2]]
@@ -249,7 +249,7 @@ def test_a_document_that_is_only_a_target_has_no_start(make_shards: Callable[...
     loader = Loader(paths, LoaderConfig("documents", "sequential", "discard"), bos=0, vocab_size=10, seed=0)
     batch = loader.next(1, 3)
     assert batch.targets.tolist() == [[1, 2, 0]]
-    assert [s.tolist() for s in batch.starts or ()] == [[0]]
+    assert [s.tolist() for s in batch.doc_starts or ()] == [[0]]
 
 
 def test_long_documents_are_split_into_pieces(make_shards: Callable[..., list[Path]]) -> None:
@@ -257,7 +257,7 @@ def test_long_documents_are_split_into_pieces(make_shards: Callable[..., list[Pa
     loader = Loader(paths, LoaderConfig("documents", "sequential", "split", 3), bos=0, vocab_size=9, seed=0)
     batch = loader.next(2, 6)
     assert batch.inputs.tolist() == [[0, 1, 1, 1, 1, 1], [1, 0, 2, 2, 2, 2]]
-    assert [s.tolist() for s in batch.starts or ()] == [[0, 3], [0, 1, 4]]
+    assert [s.tolist() for s in batch.doc_starts or ()] == [[0, 3], [0, 1, 4]]
 
 
 def test_one_epoch_uses_every_token_once_and_every_true_successor(
@@ -354,7 +354,11 @@ def test_shuffled_rows_are_the_rows_of_the_shuffled_documents_in_another_order(
     def everything(loader: Loader) -> list[tuple[object, ...]]:
         batches = [loader.next(4, 10) for _ in range(count // 4)]
         return [
-            (tuple(b.inputs[i].tolist()), tuple(b.targets[i].tolist()), b.starts and tuple(b.starts[i].tolist()))
+            (
+                tuple(b.inputs[i].tolist()),
+                tuple(b.targets[i].tolist()),
+                b.doc_starts and tuple(b.doc_starts[i].tolist()),
+            )
             for b in batches
             for i in range(4)
         ]

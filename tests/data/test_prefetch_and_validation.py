@@ -139,8 +139,9 @@ def test_every_token_after_the_first_is_predicted_once(
     wanted = len(line) - 1 if limit is None else limit
     assert collect(iter(kept), rows, length) == list(itertools.pairwise(line))[:wanted]
     for batch in kept:
-        assert batch.starts is not None
-        for inputs, targets, starts in zip(batch.inputs.tolist(), batch.targets.tolist(), batch.starts, strict=True):
+        assert batch.doc_starts is not None
+        rows = batch.inputs.tolist(), batch.targets.tolist(), batch.doc_starts
+        for inputs, targets, starts in zip(*rows, strict=True):
             expected = [0]
             for offset in range(1, length):
                 padded = targets[offset] == -1
@@ -155,7 +156,7 @@ def test_stream_packing_has_no_starts(tmp_path: Path) -> None:
     (batch,) = validation_batches(
         [tmp_path / "val_000000.bin"], rows=2, length=3, bos=0, vocab_size=6, packing="stream", max_document=9
     )
-    assert batch.starts is None
+    assert batch.doc_starts is None
     assert batch.inputs.tolist() == [[0, 1, 2], [0, 0, 0]]
     assert batch.targets.tolist() == [[1, 2, 0], [3, -1, -1]]
 

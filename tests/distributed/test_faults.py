@@ -27,10 +27,10 @@ ACCIDENT = """
 import os, signal, sys, time
 from speedrun.cli import main
 from speedrun.errors import UserError
-from speedrun.train.loop import Trainer
+from speedrun.train.loop import Loop
 
 kind, rank, step = sys.argv[1], sys.argv[2], int(sys.argv[3])
-log_step = Trainer.log_step
+log_step = Loop.log_step
 
 def accident(self, stage, loss):
     log_step(self, stage, loss)
@@ -48,9 +48,9 @@ def mistake(self, saved):
     time.sleep(1.5 if os.environ["RANK"] == rank else 0)
     raise UserError("a mistake that all ranks find, one of them late")
 
-Trainer.log_step = accident
+Loop.log_step = accident
 if kind == "mistaken":
-    Trainer.run = mistake
+    Loop.run = mistake
 sys.exit(main(["train", *sys.argv[4:]]))
 """
 

@@ -13,11 +13,15 @@ import torch
 
 from speedrun.data.shards import TokenFolder
 from speedrun.optim.sharded import Comm
+from speedrun.train import loop
 from speedrun.train.config import Options, with_fields
 from speedrun.train.device import choose
-from speedrun.train.distributed import Muted
-from speedrun.train.loop import Trainer
-from speedrun.train.progress import Report
+from speedrun.train.job import Job
+from speedrun.train.loop import Loop
+from speedrun.train.progress import Progress
+from speedrun.train.runlog import NullRunFolder
+from speedrun.train.step import Trainer
+from speedrun.train.validate import validate
 from tests.distributed.ranks import together
 from tests.recipes.test_lineage import tiny
 
@@ -30,24 +34,17 @@ def train(
     """Losses of all steps, a hash of the weights after each, and the validation loss."""
     recipe = with_fields(tiny(name), changes)
     comm = Comm.of(None) if size > 1 else Comm()
-    report = Report(recipe.schedule.total, quiet=True)
+    progress = Progress(recipe.schedule.total, quiet=True)
     folder = Path(tokens)
-    trainer = Trainer(
-        recipe,
-        TokenFolder.read(folder),
-        choose("cpu", "float32", 1),
-        Options(compile=False),
-        Muted(folder),
-        report,
-        comm,
-    )
-    batches = trainer.batches()
+    data, machine, options = TokenFolder.read(folder), choose("cpu", "float32", 1), Options(compile=False)
+    trainer = Trainer(Job(recipe, data, machine, options, NullRunFolder(folder), progress, comm))
+    batches = Loop(trainer).batches()
     losses, hashes = [], []
     for step in range(STEPS):
         losses.append(trainer.step(recipe.schedule.at(step), batches.next()))
         hashes.append(hash(tuple(float(p.detach().double().sum()) for p in trainer.model.parameters())))
     batches.close()
-    return losses, hashes, trainer.validate("val", STEPS)
+    return losses, hashes, validate(trainer, "val", STEPS)
 
 
 def alone(name: str, tokens: TokenFolder, changes: dict[str, Any]) -> tuple[list[float], list[int], float]:
@@ -149,11 +146,11 @@ def test_ranks_that_differ_are_found_before_the_first_step(tmp_path: Path) -> No
 def stopped_late(rank: int, size: int, tokens: str, folder: str) -> tuple[str, str | None, int]:
     """A run whose rank 1 is asked to stop while step 3 trains the weights, when the ranks have spoken already."""
     recipe = tiny("adamw")
-    report = Report(recipe.schedule.total, quiet=True)
-    data, place = TokenFolder.read(Path(tokens)), Muted(Path(folder))
+    progress = Progress(recipe.schedule.total, quiet=True)
+    data, place = TokenFolder.read(Path(tokens)), NullRunFolder(Path(folder))
     options = Options(compile=False)
-    trainer = Trainer(recipe, data, choose("cpu", "float32", 1), options, place, report, Comm.of(None))
-    trainer.warm_up = lambda: None  # type: ignore[method-assign]
+    trainer = Trainer(Job(recipe, data, choose("cpu", "float32", 1), options, place, progress, Comm.of(None)))
+    loop.warm_up = lambda trainer: None  # type: ignore[attr-defined]
     step, steps = trainer.optimizer.step, []
 
     def slow(*_: Any) -> None:
@@ -163,7 +160,7 @@ def stopped_late(rank: int, size: int, tokens: str, folder: str) -> tuple[str, s
             trainer.asked_to_stop = 15
 
     trainer.optimizer.step = slow  # type: ignore[method-assign, assignment]
-    result = trainer.run()
+    result = Loop(trainer).run()
     return result.status, result.reason, len(steps)
 
 

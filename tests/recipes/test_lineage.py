@@ -13,10 +13,12 @@ from speedrun.race.ablate import switches_of
 from speedrun.recipes import LINEAGE, get_recipe
 from speedrun.train.config import Options, Recipe, to_dict, with_fields
 from speedrun.train.device import choose
-from speedrun.train.loop import Trainer
+from speedrun.train.job import Job
+from speedrun.train.loop import Loop
 from speedrun.train.optimizers import build_optimizer
-from speedrun.train.progress import Report
+from speedrun.train.progress import Progress
 from speedrun.train.runlog import RunFolder, read_metrics
+from speedrun.train.step import Trainer
 
 GOLDEN = Path(__file__).parent / "golden.json"  # after a change that is meant to change losses, see `rewrite` below
 STEPS = 30
@@ -61,10 +63,8 @@ def train(name: str, tokens: TokenFolder, folder: Path) -> list[float]:
 def losses_of(recipe: Recipe, tokens: TokenFolder, folder: Path) -> list[float]:
     run = RunFolder.create(folder, {"recipe": recipe.name}, console=lambda line: None)
     options = Options(compile=False, final_checkpoint=False)
-    trainer = Trainer(
-        recipe, tokens, choose("cpu", "float32", 1), options, run, Report(recipe.schedule.total, quiet=True)
-    )
-    result = trainer.run()
+    progress = Progress(recipe.schedule.total, quiet=True)
+    result = Loop(Trainer(Job(recipe, tokens, choose("cpu", "float32", 1), options, run, progress))).run()
     assert result.status == "ok", result.reason
     return [m["loss"] for m in read_metrics(folder, "train")] + [result.val_loss]
 

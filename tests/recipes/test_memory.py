@@ -14,10 +14,13 @@ from speedrun.train import checkpoint
 from speedrun.train.config import Options
 from speedrun.train.device import choose
 from speedrun.train.dryrun import checkpoint_bytes, kinds_of
-from speedrun.train.loop import Trainer
+from speedrun.train.job import Job
+from speedrun.train.loop import Loop
 from speedrun.train.optimizers import build_optimizer
-from speedrun.train.progress import Report
+from speedrun.train.progress import Progress
 from speedrun.train.runlog import RunFolder
+from speedrun.train.state import save
+from speedrun.train.step import Trainer
 from tests.recipes.test_lineage import tiny
 
 
@@ -43,15 +46,15 @@ def test_state_weights_and_checkpoint_have_the_bytes_that_were_foretold(
     roles = dict(zip(model.parameters(), model.param_roles().values(), strict=True))
 
     run = RunFolder.create(tmp_path / "run", {"recipe": name}, console=lambda line: None)
-    report = Report(recipe.schedule.total, quiet=True)
-    trainer = Trainer(recipe, tokens, choose("cpu", "float32", 1), Options(compile=False), run, report)
-    fullest = 0
-    with contextlib.closing(trainer.batches()) as batches:
+    progress = Progress(recipe.schedule.total, quiet=True)
+    trainer = Trainer(Job(recipe, tokens, choose("cpu", "float32", 1), Options(compile=False), run, progress))
+    loop, fullest = Loop(trainer), 0
+    with contextlib.closing(loop.batches()) as batches:
         for step in range(recipe.schedule.total):
             trainer.step(recipe.schedule.at(step), batches.next())
             if state_of(trainer.optimizer) > fullest:
                 fullest = state_of(trainer.optimizer)
-                trainer.save(step + 1)
+                save(trainer, loop.state, step + 1)
     assert fullest == sum(states.values())
     kinds = kinds_of(optimizer, roles, states, recipe)
     assert sum(k.weights for k in kinds) == sum(p.nbytes for p in trainer.model.parameters())

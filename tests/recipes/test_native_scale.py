@@ -30,9 +30,10 @@ from speedrun.optim.sharded import Comm
 from speedrun.recipes import get_recipe
 from speedrun.train.config import Options, with_fields
 from speedrun.train.device import choose
-from speedrun.train.loop import Trainer, document_numbers
-from speedrun.train.progress import Report
+from speedrun.train.job import Job
+from speedrun.train.progress import Progress
 from speedrun.train.runlog import RunFolder
+from speedrun.train.step import Trainer
 
 ROW = 256
 TRACKS = {"normuon": "short", "interleaved": "short", "medium": "medium"}
@@ -48,8 +49,8 @@ def one_at_a_time() -> Iterator[None]:
 def native_trainer(name: str, tokens: TokenFolder, folder: Path, **changes: Any) -> Trainer:
     recipe = with_fields(get_recipe(name, TRACKS[name]), {k.replace("__", "."): v for k, v in changes.items()})
     run = RunFolder.create(folder, {"recipe": name}, console=lambda line: None)
-    report = Report(recipe.schedule.total, quiet=True)
-    return Trainer(recipe, tokens, choose("cpu", "float32", threads=1), Options(compile=False), run, report)
+    progress = Progress(recipe.schedule.total, quiet=True)
+    return Trainer(Job(recipe, tokens, choose("cpu", "float32", threads=1), Options(compile=False), run, progress))
 
 
 def claim(trainer: Trainer, tokens: int) -> Batch:
@@ -116,7 +117,7 @@ def from_float64(trainer: Trainer, model: GPT, batch: Batch, step: int, features
     model.stretch(stage.windows_so_far)
     row = batch.rows(0, 1)
     windows = stage.windows and stage.windows.for_rows(ROW, torch.device("cpu"))
-    x = model.features(row.inputs, document_numbers(row), windows)
+    x = model.features(row.inputs, row.doc_ids, windows)
     weight = model.head_weight(stage.tied)
     x_TD = x.detach()[0].requires_grad_()
     own_weight = weight.detach().requires_grad_()

@@ -16,7 +16,7 @@ from speedrun.tracks import TRACKS, own_track
 from speedrun.train import run
 from speedrun.train.config import Options, PublishedCurve, with_fields
 from speedrun.train.device import choose
-from speedrun.train.loop import Trainer
+from speedrun.train.loop import Loop
 from speedrun.train.runlog import read_metrics, read_run, val_line
 from speedrun.train.schedule import Stage
 from tests.train.tiny import TINY
@@ -96,14 +96,14 @@ def test_a_run_without_a_record_says_nothing_of_one(tokens: TokenFolder, tmp_pat
 def test_a_resumed_run_keeps_its_record(
     tokens: TokenFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log_step = Trainer.log_step
+    log_step = Loop.log_step
 
-    def logged(self: Trainer, stage: Stage, loss: float) -> None:
+    def logged(self: Loop, stage: Stage, loss: float) -> None:
         log_step(self, stage, loss)
-        self.asked_to_stop = 2 if stage.step == 6 else None
+        self.trainer.asked_to_stop = 2 if stage.step == 6 else None
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "log_step", logged)
+        patch.setattr(Loop, "log_step", logged)
         assert start(tokens, tmp_path / "run").result.status == "interrupted"
     assert cli.main(["train", "--resume", str(tmp_path / "run"), "--sample", "False"]) == 0
     assert read_run(tmp_path / "run").options.curve == MADE_UP

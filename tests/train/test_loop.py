@@ -18,9 +18,12 @@ from speedrun.errors import UserError
 from speedrun.model import flash
 from speedrun.train import checkpoint
 from speedrun.train.device import choose
-from speedrun.train.loop import Trainer, document_numbers, share
+from speedrun.train.loop import Loop
 from speedrun.train.runlog import read_metrics, read_result
 from speedrun.train.schedule import Stage
+from speedrun.train.step import Trainer, share
+from speedrun.train.validate import validate, validation_batches
+from speedrun.train.warmup import warm_up
 from tests.conftest import make_token_folder
 from tests.model.kernels import Kernels
 from tests.train import tiny
@@ -40,12 +43,12 @@ def losses(folder: Path) -> list[tuple[str, int, float]]:
 
 
 def batch_for(trainer: Trainer) -> Batch:
-    loader = Loader(trainer.tokens.shards("train"), trainer.recipe.loader, bos=0, vocab_size=4096, seed=0)
+    loader = Loader(trainer.job.tokens.shards("train"), trainer.recipe.loader, bos=0, vocab_size=4096, seed=0)
     return loader.next(trainer.recipe.schedule.rows, trainer.recipe.schedule.length)
 
 
 def test_a_run_learns_and_leaves_its_numbers(tokens: TokenFolder, tmp_path: Path) -> None:
-    result = tiny_trainer(tokens, tmp_path / "run", {"schedule.steps": 40}).run()
+    result = Loop(tiny_trainer(tokens, tmp_path / "run", {"schedule.steps": 40})).run()
     measured = losses(tmp_path / "run")
     first, last = measured[0][2], measured[-1][2]
     assert first == pytest.approx(math.log(4096), abs=0.01)  # a zero head predicts nothing
@@ -72,7 +75,7 @@ def test_a_run_tells_and_keeps_how_busy_others_were(
 def test_the_same_seed_gives_the_same_bits_and_another_does_not(tokens: TokenFolder, tmp_path: Path) -> None:
     runs = [tiny_trainer(tokens, tmp_path / str(i), seed=seed) for i, seed in enumerate((3, 3, 4))]
     for trainer in runs:
-        trainer.run()
+        Loop(trainer).run()
     assert losses(tmp_path / "0") == losses(tmp_path / "1")
     assert equal(weights(runs[0]), weights(runs[1]))
     assert losses(tmp_path / "0") != losses(tmp_path / "2")
@@ -82,7 +85,7 @@ def test_warm_up_leaves_no_trace(tokens: TokenFolder, tmp_path: Path) -> None:
     trainer = tiny_trainer(tokens, tmp_path / "run")
     before, random = weights(trainer), torch.get_rng_state()
     state = copy.deepcopy(trainer.optimizer.state_dict())
-    trainer.warm_up()
+    warm_up(trainer)
     assert equal(before, weights(trainer))
     assert all(p.grad is None for p in trainer.model.parameters())
     assert trainer.optimizer.state_dict() == state
@@ -119,7 +122,7 @@ def test_kernels_that_take_edges_get_those_of_the_batch(
         batch, stage = batch_for(trainer), trainer.recipe.schedule.at(0)
         found.append(trainer.gradients(batch, stage))
     assert found[0] == pytest.approx(found[1], rel=1e-3)
-    edges = flash.edges_of(document_numbers(batch)).tolist()
+    edges = batch.cu_seqlens.tolist()
     assert len(edges) > 5, "more documents than rows"
     assert {(*call["edges"], call["longest"]) for call in kernels.calls} == {(*edges, 16)}
     kernels.calls.clear()
@@ -146,7 +149,7 @@ def test_out_of_memory_halves_the_micro_batch_and_goes_on(
     tokens: TokenFolder, tmp_path: Path, error: Exception
 ) -> None:
     plain = tiny_trainer(tokens, tmp_path / "plain")
-    plain.run()
+    Loop(plain).run()
     tight = tiny_trainer(tokens, tmp_path / "tight")
     compute, calls = tight.loss_of, []
 
@@ -157,7 +160,7 @@ def test_out_of_memory_halves_the_micro_batch_and_goes_on(
         return compute(inputs, *rest)
 
     tight.loss_of = greedy
-    tight.run()
+    Loop(tight).run()
     assert tight.micro_rows == 1
     assert (tmp_path / "tight" / "log.txt").read_text().count("out of memory") == 2  # 4 -> 2 -> 1
     for (_, _, a), (_, _, b) in zip(losses(tmp_path / "plain"), losses(tmp_path / "tight"), strict=True):
@@ -199,7 +202,7 @@ def test_a_loss_that_is_not_finite_fails_the_run_before_the_weights_change(
         return bad if len(seen) == 2 + 6 else loss  # after the warm-up's 2 steps, step 5
 
     trainer.gradients = poisoned  # type: ignore[method-assign]
-    result = trainer.run()
+    result = Loop(trainer).run()
     assert result.status == "failed"
     assert "step 5" in result.reason
     assert equal(weights(trainer), seen[-1])
@@ -212,14 +215,14 @@ def test_a_loss_that_is_not_finite_fails_the_run_before_the_weights_change(
 
 def test_a_resumed_run_has_the_same_bits(tokens: TokenFolder, tmp_path: Path) -> None:
     whole = tiny_trainer(tokens, tmp_path / "whole")
-    whole.run()
+    Loop(whole).run()
     half = tiny_trainer(tokens, tmp_path / "half", checkpoint_every=7, final_checkpoint=False)
-    half.run()
+    Loop(half).run()
     saved = checkpoint.newest_good(tmp_path / "half" / "checkpoints", notice=pytest.fail)
     assert saved is not None
     assert saved.step == 7
     rest = tiny_trainer(tokens, tmp_path / "rest")
-    result = rest.run(saved)
+    result = Loop(rest).run(saved)
     assert equal(weights(whole), weights(rest))
     assert losses(tmp_path / "rest") == [
         m for m in losses(tmp_path / "whole") if (m[0], m[1]) > ("train", 6) and m[1] >= 7
@@ -230,11 +233,11 @@ def test_a_resumed_run_has_the_same_bits(tokens: TokenFolder, tmp_path: Path) ->
 
 def test_a_run_that_had_to_halve_its_micro_batches_resumes_compiled(tokens: TokenFolder, tmp_path: Path) -> None:
     """The warm-up visits the halved shape; met only later, it would be a recompilation, which is refused."""
-    tiny_trainer(tokens, tmp_path / "half", checkpoint_every=7, final_checkpoint=False, micro_rows=2).run()
+    Loop(tiny_trainer(tokens, tmp_path / "half", checkpoint_every=7, final_checkpoint=False, micro_rows=2)).run()
     saved = checkpoint.newest_good(tmp_path / "half" / "checkpoints", notice=pytest.fail)
     assert saved is not None
     rest = tiny_trainer(tokens, tmp_path / "rest", compile=True)
-    assert rest.run(saved).status == "ok"
+    assert Loop(rest).run(saved).status == "ok"
     assert rest.micro_rows == 2
 
 
@@ -250,7 +253,7 @@ def test_ctrl_c_ends_the_run_after_its_step_and_saves_it(tokens: TokenFolder, tm
         return step(*args)  # type: ignore[arg-type]
 
     trainer.step = interrupted  # type: ignore[method-assign]
-    result = trainer.run()
+    result = Loop(trainer).run()
     assert result.status == "interrupted"
     saved = checkpoint.newest_good(tmp_path / "run" / "checkpoints", notice=pytest.fail)
     assert saved is not None
@@ -262,7 +265,7 @@ def test_validation_is_the_mean_over_every_token_and_touches_nothing(tokens: Tok
     trainer = tiny_trainer(tokens, tmp_path / "run", {"validation.rows": 3, "validation.length": 50})
     torch.nn.init.normal_(trainer.model.head, std=0.1)
     before = weights(trainer)
-    measured = trainer.validate("val", 0)
+    measured = validate(trainer, "val", 0)
     assert equal(before, weights(trainer))
     stream = torch.from_numpy(np.fromfile(tokens.shards("val")[0], dtype="<u2", offset=1024).astype(np.int64))
     total = 0.0
@@ -291,12 +294,17 @@ def test_packed_documents_do_not_see_each_other(tokens: TokenFolder, tmp_path: P
     assert abs(trainer.micro_loss(apart, stage).item() - together) > 1e-3
 
 
-def test_document_numbers_follow_the_starts() -> None:
+def test_document_boundaries_follow_the_starts() -> None:
     ids = torch.zeros(2, 6, dtype=torch.long)
     batch = Batch(ids, ids, (np.array([0, 2, 5]), np.array([0])), {})
-    numbers = document_numbers(batch)
-    assert numbers is not None
-    assert numbers.tolist() == [[0, 0, 1, 1, 1, 2], [0] * 6]
+    assert batch.doc_ids.tolist() == [[0, 0, 1, 1, 1, 2], [0] * 6]
+    assert batch.doc_ids.dtype == torch.int64
+    assert batch.cu_seqlens.tolist() == [0, 2, 5, 6, 12] == flash.edges_of(batch.doc_ids).tolist()
+    assert batch.cu_seqlens.dtype == torch.int32
+    assert batch.rows(1, 2).cu_seqlens.tolist() == [0, 6]
+    assert batch.rows(0, 0).cu_seqlens.tolist() == [0]
+    stream = Batch(ids, ids, None, {})
+    assert stream.doc_ids is stream.cu_seqlens is None
 
 
 def test_rows_are_dealt_whole_and_as_evenly_as_they_go() -> None:
@@ -315,8 +323,8 @@ def test_a_vocabulary_too_small_is_refused(tokens: TokenFolder, tmp_path: Path) 
 def test_compiled_and_plain_agree(tokens: TokenFolder, tmp_path: Path) -> None:
     plain = tiny_trainer(tokens, tmp_path / "plain", {"schedule.steps": 6})
     fast = tiny_trainer(tokens, tmp_path / "fast", {"schedule.steps": 6}, compile=True)
-    plain.run()
-    fast.run()
+    Loop(plain).run()
+    Loop(fast).run()
     assert fast.loss_of is not fast.model, (tmp_path / "fast" / "log.txt").read_text()
     for (_, _, a), (_, _, b) in zip(losses(tmp_path / "plain"), losses(tmp_path / "fast"), strict=True):
         assert a == pytest.approx(b, rel=1e-4)
@@ -327,7 +335,7 @@ def test_without_a_compiler_it_goes_on_and_says_so(
 ) -> None:
     monkeypatch.setattr("speedrun.train.device.compiler_problem", lambda: "no working C++ compiler")
     trainer = tiny_trainer(tokens, tmp_path / "run", compile=True)
-    assert trainer.run().status == "ok"
+    assert Loop(trainer).run().status == "ok"
     assert "torch.compile is not used: no working C++ compiler" in (tmp_path / "run" / "log.txt").read_text()
 
 
@@ -338,7 +346,7 @@ def test_a_compiler_that_fails_is_replaced_by_eager(tokens: TokenFolder, tmp_pat
         raise RuntimeError("the compiler crashed")
 
     trainer.loss_of = broken
-    assert trainer.run().status == "ok"
+    assert Loop(trainer).run().status == "ok"
     assert "torch.compile failed here" in (tmp_path / "run" / "log.txt").read_text()
 
 
@@ -356,7 +364,7 @@ def test_on_a_gpu_a_compiler_that_fails_is_an_error(
     monkeypatch.setattr(trainer, "gradients", broken)
     sentence = r"torch.compile failed on cuda:0 \(InductorError: AssertionError: 16384 v.s. 16383\).*--compile False"
     with pytest.raises(UserError, match=sentence):
-        trainer.warm_up()
+        warm_up(trainer)
     assert trainer.loss_of is not trainer.model
     assert "going on without it" not in (tmp_path / "run" / "log.txt").read_text()
 
@@ -365,7 +373,7 @@ def test_on_a_gpu_a_compiler_that_fails_is_an_error(
 
     monkeypatch.setattr(trainer, "gradients", full)
     with pytest.raises(torch.OutOfMemoryError) as caught:  # which is not the compiler's, and keeps its traceback
-        trainer.warm_up()
+        warm_up(trainer)
     assert "--compile False shows" in caught.value.__notes__[0]
 
 
@@ -396,11 +404,11 @@ def test_a_long_document_is_validated_as_far_as_the_window_reaches(cut: bool, re
         trainer = tiny_trainer(tokens, tmp_path / f"run-{first}", LONG_DOCUMENTS | {"validation.cut_documents": cut})
         for p in trainer.model.parameters():
             torch.nn.init.normal_(p)  # some begin at zero, and attention would add nothing
-        (batch,) = trainer.validation_batches("val")
-        stage = trainer.recipe.schedule.after(trainer.steps)
+        (batch,) = validation_batches(trainer.job, "val")
+        stage = trainer.recipe.schedule.after(trainer.recipe.schedule.total)
         assert stage.windows is not None
         with torch.no_grad():
-            features.append(trainer.model.features(batch.inputs, document_numbers(batch), stage.windows)[0])
+            features.append(trainer.model.features(batch.inputs, batch.doc_ids, stage.windows)[0])
             batch.targets[0, :2100] = batch.targets[0, 2500:] = -1
             losses.append(float(trainer.micro_loss(batch, stage)))
     changed = (features[0] != features[1]).any(dim=1).nonzero().flatten()
@@ -452,13 +460,13 @@ EVERYTHING = {
 def test_with_everything_on_a_resumed_run_has_the_same_bits(tokens: TokenFolder, tmp_path: Path, after: int) -> None:
     """From an even step with gradients waiting, across a window change, across the split, inside the extension."""
     whole = tiny_trainer(tokens, tmp_path / "whole", EVERYTHING)
-    assert whole.run().status == "ok"
+    assert Loop(whole).run().status == "ok"
     assert whole.recipe.schedule.split_step == 7
     half = tiny_trainer(tokens, tmp_path / "half", EVERYTHING, checkpoint_every=after, final_checkpoint=False, keep=20)
-    half.run()
+    Loop(half).run()
     saved = checkpoint.load(tmp_path / "half" / "checkpoints" / f"step-{after:06d}")
     rest = tiny_trainer(tokens, tmp_path / "rest", EVERYTHING)
-    rest.run(saved)
+    Loop(rest).run(saved)
     assert equal(weights(whole), weights(rest))
     for p, q in zip(whole.model.parameters(), rest.model.parameters(), strict=True):
         if p.dtype == torch.bfloat16:
@@ -470,7 +478,7 @@ def test_with_everything_on_a_resumed_run_has_the_same_bits(tokens: TokenFolder,
 def test_with_everything_on_the_warm_up_leaves_no_trace(tokens: TokenFolder, tmp_path: Path) -> None:
     a = tiny_trainer(tokens, tmp_path / "a", EVERYTHING)
     before = weights(a)
-    a.warm_up()
+    warm_up(a)
     assert equal(before, weights(a))
     assert not [s for s in a.optimizer.state.values() if s]
 
@@ -478,5 +486,5 @@ def test_with_everything_on_the_warm_up_leaves_no_trace(tokens: TokenFolder, tmp
 def test_everything_compiles_and_nothing_recompiles(tokens: TokenFolder, tmp_path: Path) -> None:
     compiled = tiny_trainer(tokens, tmp_path / "a", EVERYTHING, compile=True)
     plain = tiny_trainer(tokens, tmp_path / "b", EVERYTHING)
-    assert compiled.run().val_loss == pytest.approx(plain.run().val_loss, rel=1e-3)
+    assert Loop(compiled).run().val_loss == pytest.approx(Loop(plain).run().val_loss, rel=1e-3)
     assert compiled.loss_of is not compiled.model, "it fell back to eager"

@@ -16,11 +16,13 @@ from speedrun.recipes import get_recipe
 from speedrun.train import memory
 from speedrun.train.config import Options, with_fields
 from speedrun.train.device import by_name, choose
-from speedrun.train.distributed import Muted
 from speedrun.train.gpus import GPUS, kernels_of
-from speedrun.train.loop import Trainer
+from speedrun.train.job import Job
 from speedrun.train.memory import bytes_at_once, check_rows, fitting, graph_of, memory_of, problems_of
-from speedrun.train.progress import Report
+from speedrun.train.progress import Progress
+from speedrun.train.runlog import NullRunFolder
+from speedrun.train.step import Trainer
+from speedrun.train.warmup import warm_up
 from tests.train.tiny import TINY, tiny_trainer
 
 NATIVE = [("interleaved", "short"), ("normuon", "short"), ("muon", "short"), ("medium", "medium")]
@@ -156,15 +158,15 @@ def test_the_trainer_asks_what_fits_before_it_compiles(
     row = {"graph": graph_of(TINY, stage, machine.attention), "rows": 1, "peak": 2**30}
     monkeypatch.setattr(memory, "table", lambda: [row])
     monkeypatch.setattr(GPT, "to", lambda model, _: model)
-    monkeypatch.setattr("speedrun.train.loop.compiled", lambda model, *_: (model, None))
+    monkeypatch.setattr("speedrun.train.step.compiled", lambda model, *_: (model, None))
     gpu = SimpleNamespace(total_memory=4 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     monkeypatch.setattr(memory.telemetry, "memory_bytes", lambda _: gpu.total_memory)
-    rest = Muted(tmp_path), Report(1, quiet=True)
-    assert Trainer(TINY, tokens, machine, options, *rest).fitting == ({} if micro_rows else {stage.shape: 2})
+    rest = NullRunFolder(tmp_path), Progress(1, quiet=True)
+    assert Trainer(Job(TINY, tokens, machine, options, *rest)).fitting == ({} if micro_rows else {stage.shape: 2})
     for small in (dataclasses.replace(machine, memory=2**29), machine):
         with pytest.raises(UserError, match=r"A micro-batch of 1 row takes about 1.0 GiB"):
-            Trainer(TINY, tokens, small, options, *rest)
+            Trainer(Job(TINY, tokens, small, options, *rest))
         gpu.total_memory = 2**29
     assert list(tmp_path.iterdir()) == []
 
@@ -183,7 +185,7 @@ def test_a_warm_up_that_ran_out_of_memory_visits_all_stages_again(tokens: TokenF
         return micro_loss(batch, stage)
 
     trainer.micro_loss = tight  # type: ignore[method-assign]
-    trainer.warm_up()
+    warm_up(trainer)
     assert trainer.micro_rows == 1
     assert seen[:4] == [2, 2, 4, 4]
     assert seen[-2 * (2 + 4 + 8) :] == [1] * 28, "all three stages, twice each, row by row"

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from speedrun.train import progress
-from speedrun.train.progress import Report, Status
+from speedrun.train.progress import Progress, Status
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_a_line_moves_while_nothing_else_is_said(status: Status) -> None:
 
 
 def test_steps_are_shown_by_the_clock_not_each_of_them(status: Status) -> None:
-    with Report(1000) as report:
+    with Progress(1000) as report:
         report.line("device: cpu")
         report.at("compiling the training step")
         time.sleep(0.5)
@@ -53,7 +53,7 @@ def test_steps_are_shown_by_the_clock_not_each_of_them(status: Status) -> None:
 
 
 def test_a_quiet_report_says_nothing(status: Status) -> None:
-    with Report(10, quiet=True) as report:
+    with Progress(10, quiet=True) as report:
         report.line("device: cpu")
         report.at("compiling")
         report.step(1, 1.0, 1.0, 1.0)
@@ -64,7 +64,7 @@ def test_a_quiet_report_says_nothing(status: Status) -> None:
 def test_a_terminal_gets_one_bar_that_moves(status: Status) -> None:
     status.console = Console(file=io.StringIO(), width=200, force_terminal=True)
     status.at("loading torch")
-    with Report(10) as report:
+    with Progress(10) as report:
         report.at("compiling the training step")
         time.sleep(0.3)
         report.step(3, 4.0, 0.1, 2048.0)

@@ -14,6 +14,7 @@ from speedrun.race.sweep import Range
 from speedrun.recipes import LINEAGE, get_recipe
 from speedrun.train import scale
 from speedrun.train.config import Recipe, with_fields
+from speedrun.train.loop import Loop
 from speedrun.train.runlog import read_metrics
 from tests.distributed.ranks import together
 from tests.distributed.test_training import alone, speedrun, train
@@ -34,7 +35,7 @@ def test_with_eps_in_its_scale_the_sum_trains_as_the_mean(
     for name, ranks, eps in (("mean", None, 0.01), ("sum", 8, 0.16)):
         changes = {"optim.eps": eps, "optim.clip": clip, "optim.reference_ranks": ranks, "optim.lr": 1.0}
         trainer = tiny_trainer(tokens, tmp_path / name, changes, micro_rows=micro_rows)
-        assert trainer.run().status == "ok"
+        assert Loop(trainer).run().status == "ok"
         losses.append([m["loss"] for m in read_metrics(tmp_path / name) if m["kind"] in ("train", "val")])
     exact = clip == 0.0  # clipping adds 1e-6 to the norm
     assert losses[1] == (losses[0] if exact else pytest.approx(losses[0], rel=1e-5))
@@ -46,7 +47,7 @@ def test_the_backward_pass_starts_from_the_sum_and_the_optimizer_gets_the_eighth
     seen: dict[str, torch.Tensor] = {}
     trainer = tiny_trainer(tokens, tmp_path / "run", {"optim.reference_ranks": 8})
     stage = trainer.recipe.schedule.at(0)
-    with trainer.batches() as batches:
+    with Loop(trainer).batches() as batches:
         batch = batches.next()
     head = trainer.model.head
     assert head is not None

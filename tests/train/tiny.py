@@ -8,11 +8,12 @@ from speedrun.data.shards import TokenFolder
 from speedrun.model.gpt import GPTConfig
 from speedrun.train.config import Options, Recipe, ValidationConfig, with_fields
 from speedrun.train.device import choose
-from speedrun.train.loop import Trainer
+from speedrun.train.job import Job
 from speedrun.train.optimizers import OptimConfig
-from speedrun.train.progress import Report
+from speedrun.train.progress import Progress
 from speedrun.train.runlog import RunFolder
 from speedrun.train.schedule import ScheduleConfig
+from speedrun.train.step import Trainer
 
 TINY = Recipe(
     name="tiny",
@@ -31,5 +32,5 @@ def tiny_trainer(tokens: TokenFolder, folder: Path, changes: dict[str, Any] | No
     recipe = with_fields(TINY, changes or {})
     run = RunFolder.create(folder, {"recipe": "tiny"}, console=lambda line: None)
     machine = choose("cpu", "float32", threads=1)
-    report = Report(recipe.schedule.total, quiet=True)
-    return Trainer(recipe, tokens, machine, Options(**{"compile": False, **options}), run, report)
+    progress = Progress(recipe.schedule.total, quiet=True)
+    return Trainer(Job(recipe, tokens, machine, Options(**{"compile": False, **options}), run, progress))

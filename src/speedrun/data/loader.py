@@ -58,14 +58,38 @@ class LoaderConfig:
 class Batch:
     inputs: torch.Tensor  # (R, T) int64
     targets: torch.Tensor  # (R, T) int64, -1 = not counted
-    starts: tuple[np.ndarray, ...] | None
+    doc_starts: tuple[np.ndarray, ...] | None
     """Per row the offsets (int64, ascending, first 0) where a piece begins; None for stream packing."""
     state: dict[str, Any]
     """State of the loader after this batch, for checkpoints."""
 
     def rows(self, begin: int, end: int) -> "Batch":
-        starts = None if self.starts is None else self.starts[begin:end]
-        return Batch(self.inputs[begin:end], self.targets[begin:end], starts, self.state)
+        doc_starts = None if self.doc_starts is None else self.doc_starts[begin:end]
+        return Batch(self.inputs[begin:end], self.targets[begin:end], doc_starts, self.state)
+
+    @property
+    def counted(self) -> int:
+        """How many tokens are predicted and count."""
+        return int((self.targets >= 0).sum())
+
+    @property
+    def cu_seqlens(self) -> torch.Tensor | None:
+        """(pieces + 1,) int32: where each piece begins in the rows laid end to end, and where the last one ends."""
+        if self.doc_starts is None:
+            return None
+        rows, length = self.inputs.shape
+        begins = [starts + row * length for row, starts in enumerate(self.doc_starts)]
+        return torch.from_numpy(np.concatenate([*begins, [rows * length]]).astype(np.int32))
+
+    @property
+    def doc_ids(self) -> torch.Tensor | None:
+        """(R, T) int64: each position's number of its piece in the row, from 0."""
+        if self.doc_starts is None:
+            return None
+        begins = np.zeros(self.inputs.shape, dtype=np.int64)
+        for row, starts in enumerate(self.doc_starts):
+            begins[row, starts[1:]] = 1
+        return torch.from_numpy(begins.cumsum(1))
 
 
 class Loader:

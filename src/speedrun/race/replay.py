@@ -20,10 +20,14 @@ from speedrun.race.plan import Plan, this_machine
 from speedrun.tracks import get_track, own_track
 from speedrun.train.config import Options
 from speedrun.train.device import choose
-from speedrun.train.loop import Trainer
-from speedrun.train.progress import Report
+from speedrun.train.job import Job
+from speedrun.train.loop import Loop
+from speedrun.train.progress import Progress
 from speedrun.train.run import hashes
 from speedrun.train.runlog import RunFolder, source_sha256
+from speedrun.train.step import Trainer
+from speedrun.train.validate import validate
+from speedrun.train.warmup import warm_up
 
 TOLERANCE = 0.01  # of a loss, where bits may differ
 
@@ -53,16 +57,16 @@ def replay(run: Run, plan: Plan, steps: int, data: Path | None) -> Replay:
     options = Options(run.entry.seed, settings.compile, final_checkpoint=False, val_tokens=plan.val_tokens)
     with tempfile.TemporaryDirectory() as temporary:
         scratch = RunFolder.create(Path(temporary) / "replay", {}, console=lambda line: None)
-        trainer = Trainer(recipe, tokens, machine, options, scratch, Report(total, quiet=True))
+        trainer = Trainer(Job(recipe, tokens, machine, options, scratch, Progress(total, quiet=True)))
         again: list[tuple[str, float]] = []
         try:
-            trainer.warm_up()
-            with contextlib.closing(trainer.batches()) as batches:
+            warm_up(trainer)
+            with contextlib.closing(Loop(trainer).batches()) as batches:
                 for step in range(steps):
                     again.append((f"step {step}", trainer.step(recipe.schedule.at(step), batches.next())))
             told = [m["loss"] for m in run.lines("train")[:steps]]
             if steps == total:
-                again += [(f"the final {split} loss", trainer.validate(split, total)) for split in plan.splits]
+                again += [(f"the final {split} loss", validate(trainer, split, total)) for split in plan.splits]
                 told += [run.result.losses[split] for split in plan.splits]
         finally:
             torch.compiler.set_stance("default")

@@ -1,4 +1,4 @@
-"""Several processes as one run: joining them, checking that they agree, and what only rank 0 does.
+"""Several processes as one run: starting them, joining them, and checking that they agree.
 
     torchrun --standalone --nproc_per_node=2 -m speedrun train     or     speedrun train --nproc 2
 
@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from speedrun.errors import UserError
 from speedrun.optim.sharded import Comm
-from speedrun.train.watch import LONG, Watch, lost_connection
+from speedrun.train.watchdog import LONG, Watchdog, lost_connection
 
 PATIENCE = 300.0  # seconds a rank waits for another before it gives up; four times as long while something compiles
 REACHED = 10.0  # seconds in which a store that is there already is reached
@@ -91,8 +90,8 @@ def choose_backend(asked: str, device: torch.device) -> str:
 @contextlib.contextmanager
 def joined(
     device: torch.device, patience: float = PATIENCE, backend: str = "auto"
-) -> Iterator[tuple[Comm, Watch | None]]:
-    """The ranks of this run, and who watches over them; alone when there is one process."""
+) -> Iterator[tuple[Comm, Watchdog | None]]:
+    """The ranks of this run, and their watchdog; alone when there is one process."""
     if not patience > 0:
         raise UserError(f"--patience is {patience:g} seconds; it must be positive.")
     backend = choose_backend(backend, device)
@@ -116,23 +115,23 @@ def joined(
         raise UserError(f"Not all of {ranks()} ranks came within {limit.total_seconds():g} s: {why}.") from e
     comm = Comm.of(None)
     # A connection of its own: one that waits for something would hold up the other.
-    watch = Watch(comm.rank, comm.size, PrefixStore("watch", meeting_point(limit)), patience)
+    watchdog = Watchdog(comm.rank, comm.size, PrefixStore("watch", meeting_point(limit)), patience)
     broken = False
     try:
-        yield comm, watch
+        yield comm, watchdog
     except UserError as e:
-        watch.leaving(e)
-        e.mine_to_tell = watch.first("told")
-        watch.wait_for_first()
+        watchdog.leaving(e)
+        e.mine_to_tell = watchdog.first("told")
+        watchdog.wait_for_first()
         raise
     except Exception as e:
         if lost_connection(e):
             broken = True
-            raise watch.explained(e) from None
-        watch.leaving(e)
+            raise watchdog.explained(e) from None
+        watchdog.leaving(e)
         raise
     finally:
-        watch.close()
+        watchdog.close()
         if not broken:  # otherwise it would wait for the rank that is gone
             dist.destroy_process_group()
 
@@ -168,22 +167,6 @@ def handshake(comm: Comm, facts: Mapping[str, Any]) -> None:
                     f"Rank {rank} differs from rank 0 in {key}: {theirs[key]} instead of {value}. "
                     "Start all ranks with the same command, package and data."
                 )
-
-
-class Muted:
-    """Stands in for the run folder on every rank but the first: nothing is written twice."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.checkpoints = path, path / "checkpoints"
-
-    def log(self, line: str, *, show: bool = True) -> None:
-        """Rank 0 says it."""
-
-    def metric(self, values: Mapping[str, Any]) -> None:
-        """Rank 0 writes it."""
-
-    def finish(self, result: object) -> None:
-        """Rank 0 writes it."""
 
 
 def launch(processes: int, args: Sequence[str], max_restarts: int = 0) -> int:

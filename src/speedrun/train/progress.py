@@ -8,7 +8,8 @@ import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
 from rich.status import Status as Spinner
 
 LINES_EVERY = 2.0  # seconds
@@ -70,15 +71,15 @@ class Status:
 status = Status()
 
 
-class Report:
-    """Use as a context manager around a run; `line` prints above the bar."""
+class Progress:
+    """The progress bar of a run, as a context manager; `line` prints above the bar. Nothing is printed if `quiet`."""
 
     def __init__(self, total: int, *, quiet: bool = False) -> None:
         self.total, self.quiet = total, quiet
         self.console = status.console
-        self._bar: Progress | None = None
+        self._bar: Bar | None = None
         if self.console.is_terminal and not quiet:
-            self._bar = Progress(
+            self._bar = Bar(
                 SpinnerColumn(),
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=12),
@@ -89,7 +90,7 @@ class Report:
                 transient=True,
             )
 
-    def __enter__(self) -> "Report":
+    def __enter__(self) -> "Progress":
         if self._bar:
             status.stop()
             self._bar.start()

@@ -27,11 +27,12 @@ from speedrun.tracks import Track
 from speedrun.train import checkpoint, scale
 from speedrun.train.config import Options, Recipe, differences, to_dict, with_fields
 from speedrun.train.device import Machine
-from speedrun.train.distributed import Muted, handshake, joined
-from speedrun.train.loop import Trainer
-from speedrun.train.progress import Report
-from speedrun.train.runlog import RUN, Result, RunFolder, read_metrics, read_result, read_run
-from speedrun.train.watch import Watch
+from speedrun.train.distributed import handshake, joined
+from speedrun.train.job import Job
+from speedrun.train.loop import Loop
+from speedrun.train.progress import Progress
+from speedrun.train.runlog import RUN, NullRunFolder, Result, RunFolder, read_metrics, read_result, read_run
+from speedrun.train.step import Trainer
 
 
 @dataclass(frozen=True)
@@ -84,45 +85,37 @@ def start(
     recipe = fit_to_tokens(recipe, tokens, track)
     check_supply(recipe, tokens, track)
     options = dataclasses.replace(options, val_tokens=track.val_tokens)
-    with joined(machine.device, options.patience, options.backend) as (comm, watch):
+    with joined(machine.device, options.patience, options.backend) as (comm, watchdog):
         check_ranks(recipe, comm.size)
         handshake(comm, facts(recipe, tokens, machine, options))
         machine = as_first(machine, comm)
         path = comm.all_gather_object(out or new_run_path(recipe, track, options.seed))[0]
-        if comm.rank:
-            return _train(recipe, track, tokens, machine, options, Muted(path), quietly(recipe), None, comm, watch)
-        return _start(recipe, track, tokens, machine, options, path, quiet, comm, watch)
+        progress = Progress(recipe.schedule.total, quiet=quiet or comm.rank > 0)
+        job = Job(recipe, tokens, machine, options, NullRunFolder(path), progress, comm, watchdog)
+        result = _train(job) if comm.rank else _start(job, track)
+        return Outcome(path, result, track.target)
 
 
-def _start(
-    recipe: Recipe,
-    track: Track,
-    tokens: TokenFolder,
-    machine: Machine,
-    options: Options,
-    path: Path,
-    quiet: bool,
-    comm: Comm,
-    watch: Watch | None,
-) -> Outcome:
-    report = Report(recipe.schedule.total, quiet=quiet)
+def _start(job: Job, track: Track) -> Result:
+    """Make the run folder and train in it; remove it again if not a single step was done."""
+    path, tokens, machine = job.folder.path, job.tokens, job.machine
     description = {
-        "recipe": to_dict(recipe),
+        "recipe": to_dict(job.recipe),
         "track": track.name,
         "target": track.target,
-        "seed": options.seed,
+        "seed": job.options.seed,
         "data": {"folder": str(tokens.path.resolve()), "files": hashes(tokens)},
-        "options": options,
+        "options": job.options,
         "machine": machine.lines(),
         "threads": machine.threads,
         "dtype": machine.dtype_name,
-        "ranks": comm.size,
+        "ranks": job.comm.size,
     }
     made = [p for p in (path, *path.parents) if not p.exists()]
-    folder = RunFolder.create(path, description, console=report.line)
+    folder = RunFolder.create(path, description, console=job.progress.line)
     with only_here(path):
         try:
-            return _train(recipe, track, tokens, machine, options, folder, report, None, comm, watch)
+            return _train(dataclasses.replace(job, folder=folder))
         except (UserError, KeyboardInterrupt):
             if not read_metrics(path, "train"):  # no step was done: leave everything as it was
                 for inside in path.iterdir():
@@ -150,48 +143,46 @@ def resume(
     check_supply(recipe, tokens, track)
     curve = read_run(path).options.curve
     options = dataclasses.replace(options, val_tokens=track.val_tokens, curve=curve)
-    with joined(machine.device, options.patience, options.backend) as (comm, watch):
+    with joined(machine.device, options.patience, options.backend) as (comm, watchdog):
         check_ranks(recipe, comm.size)
         notices: list[str] = []
-        saved = checkpoint.newest_good(Muted(path).checkpoints, notice=notices.append)
+        saved = checkpoint.newest_good(NullRunFolder(path).checkpoints, notice=notices.append)
         if saved is not None:
             check_fits(saved, recipe)
         here = {"checkpoint": None if saved is None else saved.step}
         handshake(comm, facts(recipe, tokens, machine, options) | here)
         machine = as_first(machine, comm)
-        if comm.rank:
-            return _train(recipe, track, tokens, machine, options, Muted(path), quietly(recipe), saved, comm, watch)
-        return _resume(path, recipe, track, tokens, machine, options, quiet, comm, watch, saved, notices)
+        progress = Progress(recipe.schedule.total, quiet=quiet or comm.rank > 0)
+        job = Job(recipe, tokens, machine, options, NullRunFolder(path), progress, comm, watchdog)
+        result = _train(job, saved) if comm.rank else _resume(job, saved, notices)
+        return Outcome(path, result, track.target)
 
 
-def _resume(
-    path: Path,
-    recipe: Recipe,
-    track: Track,
-    tokens: TokenFolder,
-    machine: Machine,
-    options: Options,
-    quiet: bool,
-    comm: Comm,
-    watch: Watch | None,
-    saved: checkpoint.Checkpoint | None,
-    notices: list[str],
-) -> Outcome:
-    report = Report(recipe.schedule.total, quiet=quiet)
+def _resume(job: Job, saved: checkpoint.Checkpoint | None, notices: list[str]) -> Result:
+    """Cut the run folder back to the checkpoint, and train on from there."""
+    path = job.folder.path
     with only_here(path):
-        folder = RunFolder.open(path, console=report.line)
+        folder = RunFolder.open(path, console=job.progress.line)
         about = read_run(path)
         for notice in notices:  # only now: a resume that cannot go on must not even touch the log
             folder.log(notice)
-        if comm.size != about.ranks:
-            folder.log(f"{comm.size} ranks, {about.ranks} before: losses may differ in the last bits")
-        if machine.threads != about.threads:
-            folder.log(f"{machine.threads} threads, {about.threads} before: losses may differ in the last bits")
+        if job.comm.size != about.ranks:
+            folder.log(f"{job.comm.size} ranks, {about.ranks} before: losses may differ in the last bits")
+        if job.machine.threads != about.threads:
+            folder.log(f"{job.machine.threads} threads, {about.threads} before: losses may differ in the last bits")
         step = 0 if saved is None else saved.step
         read_metrics(path)  # refused before anything is cut back
         checkpoint.drop_later(folder.checkpoints, step, folder.log)
         folder.cut_back(step, "resumed")
-        return _train(recipe, track, tokens, machine, options, folder, report, saved, comm, watch)
+        return _train(dataclasses.replace(job, folder=folder), saved)
+
+
+def _train(job: Job, saved: checkpoint.Checkpoint | None = None) -> Result:
+    tokenizer, copy = job.tokens.tokenizer_path, job.folder.path / "tokenizer.json"
+    if job.comm.rank == 0 and tokenizer.exists() and not copy.exists():
+        shutil.copyfile(tokenizer, copy)
+    with job.progress:
+        return Loop(Trainer(job)).run(saved)
 
 
 def check_fits(saved: checkpoint.Checkpoint, recipe: Recipe) -> None:
@@ -232,33 +223,6 @@ def facts(recipe: Recipe, tokens: TokenFolder, machine: Machine, options: Option
         "packages": packages,
         "attention": machine.attention,  # a kernel may load on one rank and not on another
     }
-
-
-def quietly(recipe: Recipe) -> Report:
-    return Report(recipe.schedule.total, quiet=True)
-
-
-def _train(
-    recipe: Recipe,
-    track: Track,
-    tokens: TokenFolder,
-    machine: Machine,
-    options: Options,
-    folder: RunFolder | Muted,
-    report: Report,
-    saved: checkpoint.Checkpoint | None,
-    comm: Comm,
-    watch: Watch | None,
-) -> Outcome:
-    if (
-        isinstance(folder, RunFolder)
-        and tokens.tokenizer_path.exists()
-        and not (folder.path / "tokenizer.json").exists()
-    ):
-        shutil.copyfile(tokens.tokenizer_path, folder.path / "tokenizer.json")
-    with report:
-        trainer = Trainer(recipe, tokens, machine, options, folder, report, comm, watch)
-        return Outcome(folder.path, trainer.run(saved), track.target)
 
 
 def only_here(path: Path) -> AbstractContextManager[object]:

@@ -257,6 +257,19 @@ class RunFolder:
                 os.fsync(file.fileno())
 
 
+class NullRunFolder:
+    """Takes the place of the run folder on every rank but rank 0: it knows the path and writes nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.checkpoints = path, path / "checkpoints"
+
+    def log(self, line: str, *, show: bool = True) -> None: ...
+
+    def metric(self, values: Mapping[str, Any]) -> None: ...
+
+    def finish(self, result: Result) -> None: ...
+
+
 # --- reading --------------------------------------------------------------------------------------
 
 

@@ -40,8 +40,8 @@ class Neighbour:
     moved: float = 0.0  # when it last got further
 
 
-class Watch:
-    """One for each rank. `at` says where this rank is; everything else happens by itself or after an error.
+class Watchdog:
+    """One for each rank. `progress` says where this rank is; everything else happens by itself or after an error.
 
     Places must be the same and in the same order on all ranks, so that the one with the lowest number is the one that
     the others wait for.
@@ -61,7 +61,7 @@ class Watch:
         self.thread = threading.Thread(target=self._follow, name="watch", daemon=True)
         self.thread.start()
 
-    def at(self, doing: str, *, compiling: bool = False) -> None:
+    def progress(self, doing: str, *, compiling: bool = False) -> None:
         """The main thread has come so far. Cheap: the thread passes it on."""
         self.doing, self.allowed = doing, self.patience * (LONG if compiling else 1)
         self.place += 1
