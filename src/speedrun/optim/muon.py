@@ -19,17 +19,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from speedrun.optim import functional as F
 from speedrun.optim.base import SpeedrunOptimizer, Work
 from speedrun.optim.dtensor import local_of, part_of, whole_of
-from speedrun.optim.functional import (
-    apply_update_,
-    cautious_decay_,
-    classical_momentum_,
-    decay_,
-    ema_momentum_,
-    nesterov,
-    normuon_scale_,
-)
 from speedrun.optim.orthogonalize import Method, Orthogonalizer, check_method, fast_dtype
 from speedrun.optim.polynomial import Coefficients, multiplications
 from speedrun.optim.state import Group, named, require, value_at
@@ -156,12 +148,8 @@ class Muon(SpeedrunOptimizer):
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
         check_method(group["method"], group["steps"], group["coefficients"])
-        for key, choices in (
-            ("scale", Scale),
-            ("decay", Decay),
-            ("decay_by", DecayBy),
-            ("momentum_form", MomentumForm),
-        ):
+        kinds = {"scale": Scale, "decay": Decay, "decay_by": DecayBy, "momentum_form": MomentumForm}
+        for key, choices in kinds.items():
             require(group[key] in get_args(choices), key, group[key], "one of: " + ", ".join(get_args(choices)))
         for key in ("momentum", "update_ema"):
             require(0 <= group[key] < 1, key, group[key], "at least 0 and below 1")
@@ -182,9 +170,8 @@ class Muon(SpeedrunOptimizer):
     def effort(self, p: Tensor, group: Group, index: int) -> float:
         """The multiplications of its orthogonalisation, and its passes through memory as multiplications."""
         grid = Grid(p.shape, value_at(group["matrix"], index), value_at(group["blocks"], index), "")
-        products = multiplications(
-            grid.rows, grid.cols, group["steps"], group["dtype"] or fast_dtype(p.device), p.device
-        )
+        dtype = group["dtype"] or fast_dtype(p.device)
+        products = multiplications(grid.rows, grid.cols, group["steps"], dtype, p.device)
         return grid.count * products + PER_WEIGHT * p.numel()
 
     # ------------------------------------------------------------------ step
@@ -265,9 +252,9 @@ class Muon(SpeedrunOptimizer):
         if isinstance(finite, Tensor):
             g = torch.where(finite > 0, g, 0)
         if w.group["momentum_form"] == "ema":
-            ema_momentum_(m, g, (1 - mu) * finite)
+            F.ema_momentum_(m, g, (1 - mu) * finite)
         else:
-            classical_momentum_(m, g, mu if isinstance(finite, float) else 1 - (1 - mu) * finite)
+            F.classical_momentum_(m, g, mu if isinstance(finite, float) else 1 - (1 - mu) * finite)
         if w.sharded is None:
             self._look_ahead(w.group, grid.cut(g), grid.cut(m), part)
         else:
@@ -279,7 +266,7 @@ class Muon(SpeedrunOptimizer):
     def _look_ahead(group: Group, g: Tensor, m: Tensor, out: Tensor) -> None:
         """Nesterov's mixture of gradient and momentum, or the momentum alone."""
         if group["nesterov"]:
-            nesterov(g, m, group["momentum"], ema=group["momentum_form"] == "ema", out=out)
+            F.nesterov(g, m, group["momentum"], ema=group["momentum_form"] == "ema", out=out)
         else:
             out.copy_(m)
 
@@ -295,17 +282,17 @@ class Muon(SpeedrunOptimizer):
         if smooth:  # smoother steps: an average of the orthogonalised updates
             if "update_buffer" not in w.state:
                 w.state["update_buffer"] = torch.zeros_like(update, memory_format=torch.contiguous_format)
-            update = ema_momentum_(w.state["update_buffer"], update, (1 - smooth) * finite)
+            update = F.ema_momentum_(w.state["update_buffer"], update, (1 - smooth) * finite)
         lr = float(group["lr"]) * w.of("lr_mul")
         size = lr * scale * finite
         decay = group["weight_decay"] * w.of("wd_mul")
         decay *= lr * finite if group["decay_by"] == "lr" else float(group["lr"]) * size
         x = self._read(w)
         if group["weight_decay"] and group["decay"] == "decoupled":
-            decay_(x, decay)
+            F.decay_(x, decay)
         elif group["weight_decay"]:
-            cautious_decay_(x, update, decay)
-        self._write(w, apply_update_(x, update, size))
+            F.cautious_decay_(x, update, decay)
+        self._write(w, F.apply_update_(x, update, size))
 
 
 class NorMuon(Muon):
@@ -365,7 +352,7 @@ class NorMuon(Muon):
                 w.state["second_moment"] = out_Nrc.new_zeros(self._second_shape(grid, w.of("axis")))
         moments: list[Tensor] = [w.state["second_moment"] for w, _ in stack]
         second = torch.cat(moments)
-        normuon_scale_(out_Nrc, second, (1 - stack[0][0].group["beta2"]) * finite, spare_Nrc)
+        F.normuon_scale_(out_Nrc, second, (1 - stack[0][0].group["beta2"]) * finite, spare_Nrc)
         for moment, fresh in zip(moments, second.split([len(m) for m in moments]), strict=True):
             moment.copy_(fresh)
         return out_Nrc
