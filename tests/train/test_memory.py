@@ -18,6 +18,7 @@ from speedrun.train.config import Options, with_fields
 from speedrun.train.device import by_name, choose
 from speedrun.train.gpus import GPUS, kernels_of
 from speedrun.train.job import Job
+from speedrun.train.loop import Loop
 from speedrun.train.memory import bytes_at_once, check_rows, fitting, graph_of, memory_of, problems_of
 from speedrun.train.progress import Progress
 from speedrun.train.runlog import NullRunFolder
@@ -140,7 +141,7 @@ def test_a_gpu_is_not_promised_whole() -> None:
 def test_the_trainer_takes_what_fits(tokens: TokenFolder, tmp_path: Path) -> None:
     whole, parts = (tiny_trainer(tokens, tmp_path / name, {"schedule.rows": 5}) for name in ("whole", "parts"))
     stage = whole.recipe.schedule.at(0)
-    batch = whole.batches().next()
+    batch = Loop(whole).batches().next()
     parts.fitting = {stage.shape: 2}
     sizes: list[int] = []
     micro_loss = parts.micro_loss

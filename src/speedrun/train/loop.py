@@ -53,14 +53,8 @@ class Loop:
 
     def loader(self, notice: Callable[[str], None]) -> Loader:
         tokens = self.job.tokens
-        return Loader(
-            tokens.shards("train"),
-            self.recipe.loader,
-            bos=tokens.bos,
-            vocab_size=tokens.vocab_size,
-            seed=self.options.seed,
-            notice=notice,
-        )
+        shards, vocab_size, seed = tokens.shards("train"), tokens.vocab_size, self.options.seed
+        return Loader(shards, self.recipe.loader, bos=tokens.bos, vocab_size=vocab_size, seed=seed, notice=notice)
 
     def check_data(self) -> None:
         """Make one batch of each shape: what is wrong with the data is told before minutes of compiling, not after."""

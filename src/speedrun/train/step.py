@@ -46,12 +46,9 @@ class Trainer:
         self.model = GPT(recipe.model, recipe.context, machine.attention).to(self.device)
         if recipe.optim.weights != "float32":
             self.model.store_matrices(torch.bfloat16)
+        divisor = scale.reduced_divisor(recipe)
         shard = functools.partial(
-            Interleaved,
-            self.model,
-            order=options.order,
-            average=scale.reduced_divisor(recipe),
-            process_group=self.comm,
+            Interleaved, self.model, order=options.order, average=divisor, process_group=self.comm
         )
         self.optimizer = build_optimizer(
             self.model.named_parameters(),
