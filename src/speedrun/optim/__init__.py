@@ -16,6 +16,7 @@ from speedrun.optim.orthogonalize import (
     orthogonalize,
 )
 from speedrun.optim.outer import Snoo
+from speedrun.optim.protocol import TrainerOptimizer
 from speedrun.optim.route import Plan, route
 from speedrun.optim.sharded import Interleaved
 
@@ -30,6 +31,7 @@ __all__ = [
     "NorMuon",
     "Plan",
     "Snoo",
+    "TrainerOptimizer",
     "orthogonalize",
     "route",
 ]

@@ -24,6 +24,13 @@ class TrainerOptimizer(Protocol):
 
     def zero_grad(self, set_to_none: bool = True) -> None: ...
 
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+    def members(self) -> list[Any]:
+        """The optimizers of this package in here that check the gradients of this process."""
+
     def full_state_dict(self) -> States:
         """The state of each parameter that has one, by name, as one process has it."""
 

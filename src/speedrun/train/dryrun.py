@@ -23,7 +23,7 @@ from torch import nn
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError
 from speedrun.model.gpt import GPTConfig, Role, Windows, flops_per_token
-from speedrun.optim import Combined, Muon, Snoo
+from speedrun.optim import Muon, TrainerOptimizer
 from speedrun.optim.state import value_at
 from speedrun.tracks import Track
 from speedrun.train import scale
@@ -191,17 +191,11 @@ NAMES = {"attention_qkv": "attention", "attention_out": "attention", "mlp_up": "
 """What the table calls these roles; the others have their own names."""
 
 
-def members_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    if isinstance(optimizer, Snoo):
-        return members_of(optimizer.optimizer)
-    return list(optimizer.optimizers) if isinstance(optimizer, Combined) else [optimizer]
-
-
 def kinds_of(
-    optimizer: torch.optim.Optimizer, roles: dict[nn.Parameter, Role], states: dict[Any, int], recipe: Recipe
+    optimizer: TrainerOptimizer, roles: dict[nn.Parameter, Role], states: dict[Any, int], recipe: Recipe
 ) -> tuple[Kind, ...]:
     rows: dict[tuple[str, str, float, float], list[nn.Parameter]] = {}
-    for member in members_of(optimizer):
+    for member in optimizer.members():
         for group in member.param_groups:
             base = recipe.optim.muon.lr if isinstance(member, Muon) else recipe.optim.lr
             who = type(member).__name__

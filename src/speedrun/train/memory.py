@@ -22,7 +22,7 @@ from speedrun.model.attention import takes_edges
 from speedrun.model.flash import row_edges
 from speedrun.model.gpt import GPT
 from speedrun.model.head import piece_rows
-from speedrun.optim import Snoo
+from speedrun.optim import Snoo, TrainerOptimizer
 from speedrun.train import gpus, telemetry
 from speedrun.train.config import Options, Recipe
 from speedrun.train.device import Machine
@@ -76,7 +76,7 @@ class Memory:
         return self.fixed + max(self.activations, self.validation)
 
 
-def skeleton(recipe: Recipe) -> tuple[GPT, torch.optim.Optimizer, dict[Any, int]]:
+def skeleton(recipe: Recipe) -> tuple[GPT, TrainerOptimizer, dict[Any, int]]:
     """Model and optimizer on the meta device, and the bytes of state of each parameter at its fullest."""
     with torch.device("meta"):
         model = GPT(recipe.model, recipe.context)

@@ -13,10 +13,8 @@ import torch
 from torch import nn
 
 from speedrun.model.gpt import MATRICES, TABLES, Role
-from speedrun.optim import NEWTON_SCHULZ_PER_STEP, Adam, Combined, Interleaved, Muon, NorMuon, Snoo
-from speedrun.optim.state import copied
+from speedrun.optim import NEWTON_SCHULZ_PER_STEP, Adam, Combined, Muon, NorMuon, Snoo, TrainerOptimizer
 
-AnyOptimizer = Adam | Muon | Combined | Interleaved | Snoo
 Named = list[tuple[str, nn.Parameter]]
 
 
@@ -188,9 +186,9 @@ def build_optimizer(
     named: Iterable[tuple[str, nn.Parameter]],
     roles: Mapping[str, Role],
     config: OptimConfig,
-    combine: Callable[[list[Any]], AnyOptimizer] | None = None,
+    combine: Callable[[list[Any]], TrainerOptimizer] | None = None,
     dtype: torch.dtype | None = None,
-) -> AnyOptimizer:
+) -> TrainerOptimizer:
     """One optimizer for the named parameters, whose roles are `GPT.param_roles()`.
 
     Each parameter group keeps its base learning rate as `initial_lr` and has the name of its `part`.
@@ -213,10 +211,7 @@ def build_optimizer(
         case _ as unknown:
             assert_never(unknown)
     members += _build_adam(parts, config)
-    if combine is not None:
-        optimizer = combine(members)
-    else:
-        optimizer = members[0] if len(members) == 1 else Combined(*members)
+    optimizer: Any = combine(members) if combine else members[0] if len(members) == 1 else Combined(*members)
     snoo = config.snoo
     return Snoo(optimizer, snoo.lr, snoo.momentum, snoo.k) if snoo.k else optimizer
 
@@ -278,12 +273,3 @@ def _build_muon(
             **options,
         )
     ]  # fmt: skip
-
-
-def copy_state(optimizer: torch.optim.Optimizer, source: nn.Parameter, target: nn.Parameter) -> None:
-    """What the optimizer has learned about one parameter becomes what it knows about another of the same shape."""
-    inner = optimizer.optimizer if isinstance(optimizer, Snoo) else optimizer
-    if isinstance(inner, Interleaved):
-        inner.copy_state(source, target)
-        return
-    optimizer.state[target] = copied(optimizer.state.get(source, {}), target.device)

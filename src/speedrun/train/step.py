@@ -10,7 +10,7 @@ import itertools
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import record_function
 
 from speedrun.data.loader import Batch
@@ -84,10 +84,7 @@ class Trainer:
             self.divide_gradients(scale.reduced_divisor(self.recipe))
         if self.recipe.optim.clip:
             norm = self.recipe.optim.clip * scale.over_mean(self.recipe, batch.counted)
-            if alone:  # in the model's order: the last bit of the norm depends on it
-                nn.utils.clip_grad_norm_(self.model.parameters(), norm, foreach=True)
-            else:
-                self.optimizer.clip_grad_norm_(norm)
+            self.optimizer.clip_grad_norm_(norm, self.model.parameters())  # the norm's last bit depends on the order
         self.set_rates(stage)
         try:
             self.job.doing(f"training the weights in step {stage.step}")
