@@ -94,7 +94,8 @@ class InOneProcess:
         """See `TrainerOptimizer`: `torch.nn.utils.clip_grad_norm_`."""
         if not max_norm > 0:
             raise ValueError(f"max_norm is {max_norm}; it must be positive.")
-        return nn.utils.clip_grad_norm_(params_of(self.param_groups) if parameters is None else parameters, max_norm)
+        clipped = params_of(self.param_groups) if parameters is None else parameters
+        return nn.utils.clip_grad_norm_(clipped, max_norm, foreach=True)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """There are no other processes to exchange gradients with."""
