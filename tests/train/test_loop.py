@@ -66,7 +66,7 @@ def test_a_run_tells_and_keeps_how_busy_others_were(
     cores: float | None, told: bool, tokens: TokenFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("speedrun.train.load.Load.others", lambda _: cores)
-    tiny_trainer(tokens, tmp_path / "run").run()
+    Loop(tiny_trainer(tokens, tmp_path / "run")).run()
     assert read_result(tmp_path / "run").others == cores
     said = (tmp_path / "run" / "log.txt").read_text()
     assert ("busy machine: other processes keep 0.8 of" in said) == told

@@ -42,6 +42,7 @@ class Trainer:
                 f"pass --model.vocab {job.tokens.vocab_size}."
             )
         self.job, self.recipe, self.comm, self.device = job, recipe, job.comm, machine.device
+        self.alone = job.comm.size == 1
         torch.manual_seed(options.seed)
         self.model = GPT(recipe.model, recipe.context, machine.attention).to(self.device)
         if recipe.optim.weights != "float32":
@@ -54,7 +55,7 @@ class Trainer:
             self.model.named_parameters(),
             self.model.param_roles(),
             recipe.optim,
-            shard if self.comm.size > 1 else None,
+            None if self.alone else shard,
             machine.dtype,
         )
         self.loss_of, why_not = compiled(self.model, options.compile, self.device, recipe.compiler)
@@ -79,8 +80,7 @@ class Trainer:
         if not math.isfinite(loss):
             self.optimizer.zero_grad(set_to_none=True)
             raise NonFiniteLoss(f"the loss of step {stage.step} is {loss}")
-        alone = self.comm.size == 1
-        if alone:  # several ranks divide when they reduce
+        if self.alone:  # several ranks divide when they reduce
             self.divide_gradients(scale.reduced_divisor(self.recipe))
         if self.recipe.optim.clip:
             norm = self.recipe.optim.clip * scale.over_mean(self.recipe, batch.counted)
@@ -88,7 +88,7 @@ class Trainer:
         self.set_rates(stage)
         try:
             self.job.doing(f"training the weights in step {stage.step}")
-            with record_function("compute: update all") if alone else contextlib.nullcontext():
+            with record_function("compute: update all") if self.alone else contextlib.nullcontext():
                 self.optimizer.step()
         except NonFiniteGradient as e:
             raise NonFiniteLoss(f"the loss of step {stage.step} is finite, but a gradient is not: {e}") from e
