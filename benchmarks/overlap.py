@@ -220,12 +220,12 @@ def foretold(entrant: Entrant, step: Sequence[tuple[float, list[Span]]], link: L
     assert isinstance(optimizer, Interleaved)
     early = {bucket.label for bucket in optimizer.early}
     start = step[0][0]
-    comm = []
+    ranks = []
     for middle, did in step:
         launched = {s.item: s.end - start for s in did if s.kind == "launch" and s.op == "reduce" and s.item in early}
         agreed = max((s.end for s in did if s.item == "agreement"), default=middle)
-        comm.append(Rank(measured(did, optimizer.plan, 1), launched, agreed - start))
-    first = simulate(optimizer.order, comm, link, len(comm))[0]
+        ranks.append(Rank(measured(did, optimizer.plan, 1), launched, agreed - start))
+    first = simulate(optimizer.order, ranks, link, len(ranks))[0]
     waiting = sum(s.end - s.start for s in first if s.kind == "wait")
     return max(s.end for s in first), waiting
 
