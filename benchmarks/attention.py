@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from speedrun.model.attention import attend, attend_locally, document_mask
+from speedrun.model.attention import attend, attend_locally, document_mask, local_mask
 from speedrun.train.device import choose
 
 WINDOW, LENGTHS = 512, (2048, 4096, 8192, 16384)
@@ -85,7 +85,8 @@ def main() -> None:
             return attend(*qkv, documents_BT=documents, window=window)
 
         def blocks(*qkv: Tensor, window: int = window) -> Tensor:
-            return attend_locally(*qkv, documents_BT=documents, window=window)
+            mask = local_mask(256, documents.device, documents, window)
+            return attend_locally(*qkv, window=window, mask=mask)
 
         ways = {"blocks": blocks, "dense": dense(256, window, documents), "chosen": chosen}
         found = medians({name: both_passes(way, 4, 256, 4, 32) for name, way in ways.items()}, 5 * given.rounds)

@@ -26,10 +26,18 @@ torch_there = time.perf_counter()
 import speedrun.cli.training
 imported = time.perf_counter()
 from speedrun import cli
+from speedrun.train.loop import Loop
+checked = []
+def check_data(self, check=Loop.check_data):
+    began = time.perf_counter()
+    check(self)
+    checked.append(time.perf_counter() - began)
+Loop.check_data = check_data
 code = cli.main(["train", *sys.argv[2:]])
 import torch._dynamo.utils as dynamo
 graphs = dynamo.compilation_time_metrics.get("_compile.compile_inner", [])
-found = {"torch": torch_there - start, "rest of the imports": imported - torch_there, "graphs": list(graphs)}
+found = {"torch": torch_there - start, "rest of the imports": imported - torch_there, "check of the data": sum(checked)}
+found["graphs"] = list(graphs)
 open(sys.argv[1], "w").write(json.dumps(found))
 sys.exit(code)
 """
@@ -60,7 +68,7 @@ def one(cache: Path, number: int, flags: list[str]) -> dict[str, float]:
     found |= {compiling: sum(graphs), "rest of the warm-up": (result.warm_up or 0) - sum(graphs)}
     found["neither clock nor validation"] = total - result.train_time - validated
     known = sum(told.values()) + (result.warm_up or 0)
-    found["start of Python, trial, data, sample, result"] = found["neither clock nor validation"] - known
+    found["start of Python, trial, sample, result"] = found["neither clock nor validation"] - known
     tokens = sum(1 for _ in read_metrics(out, "val")) * (read_tokens(out) or 1)
     found["validation over step, per token"] = validated / tokens / (result.train_time / result.tokens)
     return found
@@ -92,7 +100,7 @@ def main() -> None:
             print(f"\n{'the first time' if number == 0 else 'once more'}: {found.pop('total'):.1f} s")
             ratio = found.pop("validation over step, per token")
             for name, seconds in found.items():
-                print(f"  {name:46} {seconds:7.1f} s")
+                print(f"  {name:46} {seconds:8.2f} s")
             print(f"  a validated token costs {ratio:.2f} of a trained one", flush=True)
 
 

@@ -3,6 +3,7 @@
     python -m benchmarks.optimizers                    # all of it, up to an hour on two cores
     python -m benchmarks.optimizers --part steps       # optimizer steps alone
     python -m benchmarks.optimizers --part training    # NorMuon + Adam against fused AdamW in whole training steps
+    python -m benchmarks.optimizers --part fsdp        # four processes: matrices spread over them, or all done by each
 
 Everything that is compared runs interleaved in one process; ratios of medians are printed. `limit` is the step's matrix
 products alone, counted as executed, at the speed that a large matrix product reached in the same run. Peers that are
@@ -12,12 +13,17 @@ not installed are named and left out (pip install pytorch-optimizer heavyball).
 import argparse
 import importlib.util
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor, multiprocessing, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from speedrun.model.gpt import GPT, GPTConfig
 from speedrun.optim import Adam, Combined, Muon, NorMuon, orthogonalize, route
@@ -236,9 +242,56 @@ def compare_training(config: GPTConfig, rows: int, length: int, micro: int, roun
         )
 
 
+def flops_of(step: Step) -> int:
+    """Of all matrix products; torch's own table lacks the one that works in place."""
+    flop_registry[torch.ops.aten.baddbmm_] = flop_registry[torch.ops.aten.baddbmm]
+    with FlopCounterMode(display=False) as counter:
+        step()
+    return int(counter.get_total_flops())
+
+
+def fsdp_worker(rank: int, ranks: int, layers: int, width: int, rounds: int, meeting: str) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
+    mesh = init_device_mesh("cpu", (ranks,))
+    whole = matrices(layers, width)
+    parts = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in whole]
+    for p, part in zip(whole, parts, strict=True):
+        assert p.grad is not None
+        part.grad = distribute_tensor(p.grad, mesh, [Shard(0)])
+    blocks = [3, 1, 1, 1] * layers
+    names = "every rank does all", "spread over the ranks"
+    alone, spread = (NorMuon([{"params": params, "blocks": blocks}], lr=0.02).step for params in (whole, parts))
+    counted = torch.tensor([flops_of(alone), flops_of(spread)])
+    dist.all_reduce(counted, dist.ReduceOp.MAX)
+
+    def all_of_them(step: Step) -> Step:
+        return lambda: (step(), dist.barrier())
+
+    times = medians({name: all_of_them(step) for name, step in zip(names, (alone, spread), strict=True)}, rounds, 1e9)
+    if rank == 0:
+        print(
+            f"\nFSDP2, NorMuon: {layers} layers of width {width}, {ranks} processes of one thread, until all are done"
+        )
+        for name, flops in zip(names, counted.tolist(), strict=True):
+            print(
+                f"  {name:24} {1e3 * times[name]:9.1f} ms   {times[name] / times[names[0]]:6.3f}x   "
+                f"FLOPs of the rank with most {flops / int(counted[0]):6.3f}"
+            )
+    dist.destroy_process_group()
+
+
+def compare_fsdp(ranks: int, layers: int, width: int, rounds: int) -> None:
+    """The step on rows of all matrices beside that of ranks which have and orthogonalise every matrix, as under DDP."""
+    with tempfile.TemporaryDirectory() as folder:
+        args = ranks, layers, width, rounds, f"{folder}/meet"
+        multiprocessing.start_processes(fsdp_worker, args, ranks, start_method="spawn")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=["all", "steps", "training"], default="all")
+    parser.add_argument("--part", choices=["all", "steps", "training", "fsdp"], default="all")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(
         "--large", action=argparse.BooleanOptionalAction, default=True, help="also 12 layers of width 768"
@@ -261,6 +314,8 @@ def main() -> None:
         if args.large:
             gpt2 = GPTConfig(layers=12, width=768, heads=12, vocab=50_304, tied=True)
             compare_training(gpt2, 128, 256, 8, 2)
+    if args.part in ("all", "fsdp"):
+        compare_fsdp(4, 6, 384, args.rounds)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from torch import Tensor, multiprocessing
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.simulate import Link, Rank, measured, simulate
+from benchmarks.simulate import Link, Rank, measured, simulate, traffic
 from benchmarks.timeline import timeline_svg
 from speedrun.files import write_atomic
 from speedrun.model.gpt import GPT
@@ -133,7 +133,7 @@ class Entrant:
             dist.barrier()
             start = time.perf_counter()
             with record_function("compute: backward model"):
-                self.forward(*self.batch, None, None, None, False, None).backward()
+                self.forward(*self.batch, tied=False).backward()
             middle = time.perf_counter()
             self.optimizer.step()
             end = time.perf_counter()
@@ -176,7 +176,7 @@ def worker(rank: int, args: argparse.Namespace, meeting: str) -> None:
     # A rank that launches early waits for the others, so the fastest one tells how long a transfer takes.
     carried = sum(map(min, zip(*comm.all_gather_object(comm.link.carried), strict=True))) / args.rounds / len(sharded)
     quick = {entrant.name: list(zip(*comm.all_gather_object(entrant.recorded), strict=True)) for entrant in sharded}
-    sent = sum(sum(plan.traffic()) for plan in sharded[0].optimizer.plan)  # type: ignore[union-attr]
+    sent = sum(sum(traffic(plan)) for plan in sharded[0].optimizer.plan)  # type: ignore[union-attr]
     computing = statistics.mean(
         sum(s.end - s.start for s in did if s.kind == "compute" and s.item not in ("model", "agreement"))
         for entrant in sharded

@@ -48,7 +48,7 @@ class Cost:
     reduce: float = 0.0  # bytes that pass its link
     gather: float = 0.0
     compute: float = 0.0  # seconds of training
-    pack: float = 0.0  # seconds to fill the buffer of a transfer, or to empty it
+    pack: float = 0.0  # seconds to put the gradients into one piece
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,20 @@ class Speed:
     memory: float  # bytes per second
 
 
+def traffic(plan: BucketPlan) -> tuple[float, float]:
+    """Bytes that one rank sends for the reduction and for the all-gather, in a ring."""
+    ranks, size = len(plan.slots), plan.chunk * plan.dtype.itemsize
+    if plan.kind == "replicated":
+        return 2 * (ranks - 1) / ranks * size, 0.0
+    return (ranks - 1) * size, (ranks - 1) * size
+
+
 def costs(plans: Sequence[BucketPlan], speed: Speed) -> dict[str, Cost]:
     """What each bucket would cost on a processor of this speed; weights, gradients and state pass its memory once."""
     found = {}
     for plan in plans:
-        traffic = plan.traffic()
-        found[plan.label] = Cost(*traffic, busiest(plan, speed), max(traffic) / speed.memory)
+        packing = 0.0 if plan.alone else plan.whole * plan.dtype.itemsize / speed.memory
+        found[plan.label] = Cost(*traffic(plan), busiest(plan, speed), packing)
     return found
 
 
@@ -85,9 +93,9 @@ def measured(spans: Sequence[Span], plans: Sequence[BucketPlan], steps: int) -> 
     found = {}
     for plan in plans:
         mine = [s for s in spans if s.item == plan.label]
-        packing = [s.end - s.start for s in mine if s.kind in ("launch", "copy")]
+        packing = [s.end - s.start for s in mine if s.kind == "launch" and s.op == "reduce"]
         computing = sum(s.end - s.start for s in mine if s.kind == "compute")
-        found[plan.label] = Cost(*plan.traffic(), computing / steps, sum(packing) / max(1, len(packing)))
+        found[plan.label] = Cost(*traffic(plan), computing / steps, sum(packing) / max(1, len(packing)))
     return found
 
 
@@ -132,15 +140,14 @@ def simulate(order: Order, ranks: Sequence[Rank], link: Link, size: int) -> list
         send(label, "reduce", when)
     for op, label in order:
         costs = [rank.costs[label] for rank in ranks]
-        packing = [cost.pack if op == "reduce" or cost.gather else 0.0 for cost in costs]
         if op in ("update", "finish"):
             spend("wait", label, op, [arrival[label] - t for t in now])
         if op == "update":
             spend("compute", label, op, [cost.compute for cost in costs])
-        elif op == "finish":
-            spend("copy", label, op, packing)
-        elif label not in early or op == "gather":
-            spend("launch", label, op, packing)
+        elif op == "gather":
+            send(label, op, max(now))
+        elif op == "reduce" and label not in early:
+            spend("launch", label, op, [cost.pack for cost in costs])
             send(label, op, max(now))
     return [sorted(mine, key=lambda span: (span.start, span.end)) for mine in spans]
 

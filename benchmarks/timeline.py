@@ -1,4 +1,4 @@
-"""One step of every rank as a picture: what it computed, launched, waited for and copied.
+"""One step of every rank as a picture: what it computed, launched and waited for.
 
 `python -m benchmarks.simulate --plot FILE.svg` draws with it, and `python -m benchmarks.overlap --plot FILE.svg`.
 Several steps share one time scale, so that the picture shows what the other order gains.
@@ -17,7 +17,6 @@ COLORS = {
     "backward": PALETTE[7],
     "launch": PALETTE[3],
     "wait": PALETTE[0],
-    "copy": PALETTE[2],
     "transfer": PALETTE[4],
 }
 WORDS = {
@@ -25,7 +24,6 @@ WORDS = {
     "backward": "backward pass",
     "launch": "launch",
     "wait": "wait",
-    "copy": "copy",
     "transfer": "on the link",
 }
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from speedrun.data.loader import Batch, Loader, validation_batches
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError
-from speedrun.model.gpt import GPT
+from speedrun.model.gpt import GPT, Documents
 from speedrun.recipes import DEFAULT, LINEAGE, get_recipe
 from speedrun.tracks import get_track
 from speedrun.train.config import Recipe
@@ -155,10 +155,10 @@ def loss_sum(model: GPT, batch: Batch, stage: Stage, machine: Machine) -> Tensor
         loss: Tensor = model(
             batch.inputs.to(device),
             batch.targets.to(device),
-            None if doc_ids is None else doc_ids.to(device),
-            windows,
-            torch.tensor(stage.predict, device=device),  # weights of the losses of the next, second next... token
-            stage.tied,
+            None if doc_ids is None else Documents(doc_ids.to(device)),
+            windows=windows,
+            predict_M=torch.tensor(stage.predict, device=device),  # weights of the next token, the second next...
+            tied=stage.tied,
         )
     return loss
 

@@ -1,5 +1,9 @@
-"""The example is the package's loop without all that surrounds it, so each must have the losses of the other."""
+"""The examples: minimal.py is the package's loop without all that surrounds it, so each has the losses of the other.
 
+The rest show the optimizers in other trainers, where they must learn, and go on from a checkpoint as if uninterrupted.
+"""
+
+import importlib.util
 import os
 import re
 import runpy
@@ -141,5 +145,99 @@ def test_a_mistake_is_told_in_one_sentence(
     assert capsys.readouterr() == ("", f"minimal.py: {said}\n")
 
 
-def test_it_stays_short() -> None:
-    assert len(FILE.read_text().splitlines()) <= 250
+# ------------------------------------------------------------------------- the optimizers in people's own trainers
+
+
+def needs(*packages: str) -> pytest.MarkDecorator:
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}: pip install -e '.[dev]'")
+
+
+def losses_in(said: str) -> dict[str, float]:
+    """Those that an example prints, by what it says before the word."""
+    return {when.strip(): float(loss) for when, loss in re.findall(r"^(.*?) +loss ([\d.]+)$", said, re.MULTILINE)}
+
+
+def output(folder: Path, *command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def under_torchrun(folder: Path, name: str, *args: str) -> dict[str, float]:
+    file = str(ROOT / "examples" / name)
+    return losses_in(output(folder, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", file, *args))
+
+
+def runs_of(folder: Path, name: str, *runs: list[str]) -> list[dict[str, float]]:
+    """Several runs of an example, one after the other in one process: importing takes longer than they do."""
+    file = str(ROOT / "examples" / name)
+    program = f"""
+import runpy, sys
+for args in {list(runs)}:
+    sys.argv = [{file!r}, *args]
+    runpy.run_path({file!r}, run_name="__main__")
+    print("end of a run")
+"""
+    return [losses_in(said) for said in output(folder, "-c", program).split("end of a run")[:-1]]
+
+
+def last(found: dict[str, float], count: int) -> dict[str, float]:
+    return dict(list(found.items())[-count:])
+
+
+def test_a_loop_of_ones_own(tmp_path: Path) -> None:
+    runs = [["--steps=20"], ["--steps=40"], ["--steps=40", "--checkpoint=other.pt"]]
+    _, resumed, whole = runs_of(tmp_path, "loop.py", *runs)
+    assert list(resumed) == ["step 30", "step 40"]
+    assert resumed == last(whole, 2)
+    assert whole["step 40"] < 1.0
+
+
+@needs("transformers", "accelerate")
+def test_the_trainer_of_transformers(tmp_path: Path) -> None:
+    whole, resumed = runs_of(tmp_path, "with_trainer.py", [], ["--folder=again", "--resume=run/checkpoint-20"])
+    assert list(whole) == ["step 10", "step 20", "step 30", "step 40"]
+    assert whole["step 40"] < 0.75 * whole["step 10"]
+    assert resumed == whole  # the first two come from the checkpoint
+
+
+@needs("accelerate")
+def test_accelerate(tmp_path: Path) -> None:
+    (found,) = runs_of(tmp_path, "with_accelerate.py", [])
+    assert found["after two epochs"] < 0.5 * found["after one epoch"]
+    assert found["the second, again"] == found["after two epochs"]
+
+
+@needs("lightning")
+def test_lightning(tmp_path: Path) -> None:
+    whole, resumed = runs_of(tmp_path, "with_lightning.py", [], ["--folder=again", "--resume=run/epoch=1.ckpt"])
+    assert whole["epoch 4"] < 1.0
+    assert list(resumed) == ["epoch 3", "epoch 4"]
+    assert resumed == last(whole, 2)
+
+
+def test_the_interleaved_step_under_torchrun(tmp_path: Path) -> None:
+    whole = under_torchrun(tmp_path, "with_interleaved.py")
+    assert list(whole) == [f"step {step}" for step in range(1, 11)]
+    assert whole["step 10"] < 0.75 * whole["step 1"]
+    assert under_torchrun(tmp_path, "with_interleaved.py", "--resume") == last(whole, 5)
+
+
+def test_fsdp2_with_torch_distributed_checkpoint(tmp_path: Path) -> None:
+    whole = under_torchrun(tmp_path, "with_fsdp2.py")
+    assert list(whole) == [f"step {step}" for step in range(1, 11)]
+    assert whole["step 10"] < 0.75 * whole["step 1"]
+    assert under_torchrun(tmp_path, "with_fsdp2.py", "--resume") == last(whole, 5)
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*.py")), ids=lambda file: file.stem)
+def test_examples_stay_short(file: Path) -> None:
+    assert len(file.read_text().splitlines()) <= (250 if file == FILE else 64)

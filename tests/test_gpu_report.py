@@ -1,6 +1,5 @@
 """The report of a first run on a GPU: here on a CPU, in one and two processes, and what it calls wrong."""
 
-import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,10 +24,10 @@ def report(rank: int, size: int, out: str) -> list[str]:
     comm = Comm.of(None) if size > 1 else Comm()
     told: list[str] = []
     recipe = with_fields(tiny("interleaved"), {"model.fp8_head": True})
-    gpu_report.write(
-        recipe, machine, Options(compile=False), comm, examine(machine), Path(out), 2, told.append,
-        lambda rows: told.extend(" ".join(row) for row in rows),
-    )  # fmt: skip
+    for _, lines, text in gpu_report.report(recipe, machine, Options(compile=False), comm, examine(machine), 2):
+        if rank == 0:
+            Path(out).write_text(text)
+            told += [f"{line.what} {line.predicted} {line.measured}" for line in lines]
     return told
 
 
@@ -136,4 +135,4 @@ def test_ranks_that_differ_in_order_are_found(monkeypatch: pytest.MonkeyPatch) -
         step=step,
         comm=SimpleNamespace(all_gather_object=lambda mine: [mine, (["gather a"], 0.0)]),
     )
-    assert dataclasses.astuple(gpu_report.order_lines(trainer)[0]) == ("the same on all ranks", "yes", "**no**")
+    assert gpu_report.order_lines(trainer)[0] == ("the same on all ranks", "yes", "**no**")

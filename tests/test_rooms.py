@@ -75,7 +75,40 @@ def test_the_optimizers_can_be_lifted_out() -> None:
         "math",
         "typing",
         "warnings",
+        "weakref",
     }
     for file in (PACKAGE / "optim").rglob("*.py"):
         outside = {name for name in imports_of(file) if not name.startswith("speedrun")}
         assert outside <= standard | {"torch"}, f"{file} imports {outside}"
+
+
+FUNCTION, FILE, PARAMETERS = 60, 500, 7
+
+
+def too_long(file: Path) -> list[str]:
+    """Every function that is longer than one screen or takes more than anybody remembers, and every file too long."""
+    text, found = file.read_text(), []
+    if (lines := text.count("\n")) > FILE:
+        found.append(f"{file}: {lines} lines")
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or 0) - node.lineno + 1
+            names = [a.arg for a in (*node.args.posonlyargs, *node.args.args) if a.arg not in ("self", "cls")]
+            where = f"{file}:{node.lineno} {node.name}"
+            found += [f"{where}: {lines} lines"] if lines > FUNCTION else []
+            found += [f"{where}: {len(names)} positional parameters"] if len(names) > PARAMETERS else []
+    return found
+
+
+def test_functions_and_files_are_short() -> None:
+    assert [line for file in sorted(PACKAGE.rglob("*.py")) for line in too_long(file)] == []
+
+
+def test_what_is_too_long_is_found(tmp_path: Path) -> None:
+    file = tmp_path / "long.py"
+    file.write_text("def f(a, b, c, d, e, f, g, h):\n" + "    pass\n" * 60 + "\n" * 440)
+    assert [line.split(" ", 1)[1] for line in too_long(file)] == [
+        "501 lines",
+        "f: 61 lines",
+        "f: 8 positional parameters",
+    ]

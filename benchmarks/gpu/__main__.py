@@ -1,8 +1,8 @@
 """What the training step becomes on a GPU, on a machine that has none: `python -m benchmarks.gpu`.
 
 Every stage of every recipe with a native size goes through Dynamo, AOTAutograd and Inductor on fake tensors, as one GPU
-of eight has it: kernels, bytes that they touch, bytes kept for the backward pass, and the most that is alive at once.
-Nothing is run, so nothing here is a time.
+of eight has it (recipes for small GPUs: a row): kernels, bytes that they touch, bytes kept for the backward pass, and
+the most that is alive at once. Nothing is run, so nothing here is a time.
 
 For an H100 a second part counts what surrounds the compiled passes in a training step, as rank 0 of eight and on one
 GPU: kernel launches, how often the host waits for the GPU (syncs) or copies to it from memory that is not pinned
@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import pretend
-from speedrun.train.gpus import ATTENTION, GPUS, TABLE, kernels_of
+from speedrun.train.device import by_name
+from speedrun.train.gpus import ATTENTION, GPUS, TABLE
 
 GROWTH = 1.001  # bytes that are more than this are worse; kernels must not become more at all
 
@@ -40,7 +41,7 @@ def measure(device: str, only: list[str], kernels: bool) -> None:
 
     stages.install_stand_in()
     work = {f"loss of {n} token{'s' * (n > 1)}": (lambda n=n: stages.lower_loss(n)) for n in (1, 3)}
-    known = {case.name: case.key(kernels_of(device)) for case in stages.cases()}
+    known = {case.name: case.key(by_name(device, None, "auto", "auto").kernels) for case in stages.cases()}
     work |= {case.name: (lambda case=case: stages.lower_stage(case, ATTENTION[device])) for case in stages.cases()}
     for name, function in work.items():
         if only and not any(word in name for word in only):

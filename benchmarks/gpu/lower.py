@@ -67,9 +67,9 @@ class Caught(Exception):
 
 
 def lower(
-    function: Callable[..., Tensor], *args: Any, arithmetic: torch.dtype | None = torch.bfloat16
+    function: Callable[..., Tensor], *args: Any, arithmetic: torch.dtype | None = torch.bfloat16, **options: Any
 ) -> list[Lowered]:
-    """The forward and the backward graph of `function(*args)`, fake tensors, compiled as the trainer does.
+    """The forward and the backward graph of `function(*args, **options)`, fake tensors, compiled as the trainer does.
 
     Raises what Dynamo or Inductor raise (a graph break, an operator without a lowering, a failed assertion), and
     HostSync.
@@ -94,7 +94,7 @@ def lower(
         torch._dynamo.reset()
         compiled = torch.compile(function, dynamic=False, fullgraph=True)
         with torch.autocast("cuda", arithmetic, enabled=arithmetic is not None):
-            compiled(*args)
+            compiled(*args, **options)
     except Caught:
         pass
     finally:

@@ -7,12 +7,48 @@ import hashlib
 import os
 import shutil
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from speedrun.train.gpus import GPU, GPUS
 
 SOURCE = Path(__file__).with_name("guard.cpp")
+KIB, MIB = 2**10, 2**20
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What else Inductor and Triton ask a GPU for: numbers of NVIDIA's data sheets and CUDA programming guide."""
+
+    multi_processor_count: int
+    shared_memory_per_block_optin: int
+    shared_memory_per_multiprocessor: int
+    max_threads_per_multi_processor: int
+    L2_cache_size: int
+    clock_rate: int  # kHz, as the next one
+    memory_clock_rate: int
+    memory_bus_width: int
+    regs_per_multiprocessor: int = 65536
+    max_threads_per_block: int = 1024
+    warp_size: int = 32
+    is_integrated: bool = False
+
+
+CHIPS = {
+    "h100": Chip(132, 227 * KIB, 228 * KIB, 2048, 50 * MIB, 1_980_000, 2_619_000, 5120),
+    "a100": Chip(108, 163 * KIB, 164 * KIB, 2048, 40 * MIB, 1_410_000, 1_593_000, 5120),
+    "4090": Chip(128, 99 * KIB, 100 * KIB, 1536, 72 * MIB, 2_520_000, 10_501_000, 384),
+}
+
+
+@dataclass(frozen=True)
+class Device(Chip, GPU):
+    """What torch gives as the properties of a GPU."""
+
+    @property
+    def gcnArchName(self) -> str:
+        return f"sm_{self.capability}"
 
 
 class Absent(Exception):
@@ -47,7 +83,7 @@ def preloaded_environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "LD_PRELOAD": str(library)}
 
 
-def start(name: str) -> GPU:
+def start(name: str) -> Device:
     """From here on torch believes that it has this GPU. Fake tensors alone may be put on it."""
     import torch
     import torch._dynamo.device_interface as interface
@@ -58,7 +94,7 @@ def start(name: str) -> GPU:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from triton.backends.compiler import GPUTarget
 
-    device = GPUS[name]
+    device = Device(**vars(GPUS[name]), **vars(CHIPS[name]))
     torch.set_num_threads(1)
     # These two would run kernels while they compile.
     inductor.shape_padding = False

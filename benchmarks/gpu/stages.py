@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.gpu.lower import Lowered, lower
 from speedrun.model import flash
 from speedrun.model.attention import Backend
-from speedrun.model.gpt import GPT
+from speedrun.model.gpt import GPT, Documents
 from speedrun.model.head import softcap, surprise, targets_ahead
-from speedrun.recipes import get_recipe
+from speedrun.recipes import PRESETS, get_recipe
 from speedrun.train.config import Recipe
 from speedrun.train.memory import graph_of
 from speedrun.train.schedule import Stage
@@ -21,6 +21,7 @@ NATIVE = (
     ("orthogonal-nesterov", "short"),
     ("muon", "short"),
     ("normuon", "short"),
+    ("normuon-24gb", "short"),
     ("interleaved", "short"),
     ("medium-before", "medium"),
     ("medium", "medium"),
@@ -52,9 +53,10 @@ class Case:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and length of what one of eight GPUs has at once."""
+        """Rows and length of what one of eight GPUs has at once; a small GPU has a row."""
         v = self.whole.validation
-        return (-(-self.stage.rows // GPUS), self.stage.length) if self.training else (v.rows, v.length)
+        rows = 1 if self.recipe in PRESETS else -(-self.stage.rows // GPUS)
+        return (rows, self.stage.length) if self.training else (v.rows, v.length)
 
     def key(self, kernels: str) -> dict[str, Any]:
         """By which the package finds the numbers."""
@@ -80,22 +82,19 @@ def lower_stage(case: Case, attention: Backend) -> list[Lowered]:
     """Forward and backward pass of the rows that one of eight GPUs has in this stage, or a validation's forward."""
     recipe, stage, (rows, length) = case.whole, case.stage, case.shape
     packed = recipe.loader.packing == "documents"
-    longest = recipe.loader.max_document if case.training or recipe.validation.cut_documents else None
+    longest = recipe.loader.max_document if case.training else recipe.validation_max_document
     with FakeTensorMode(allow_non_fake_inputs=True):
         with torch.device("cuda:0"):
             model = GPT(recipe.model, length, attention)
             if recipe.optim.weights != "float32":
                 model.store_matrices(torch.bfloat16)
             ids = torch.zeros(rows, length, dtype=torch.long)
-            documents = torch.zeros_like(ids) if packed else None
-            edges = torch.zeros(DOCUMENTS * rows + 1, dtype=torch.int32) if packed else None
+            cu_seqlens = torch.zeros(DOCUMENTS * rows + 1, dtype=torch.int32)
+            documents = Documents(torch.zeros_like(ids), cu_seqlens, longest) if packed else None
             predict = torch.zeros(len(stage.predict)) if case.training and len(stage.predict) > 1 else None
-        if edges is not None:
-            torch._dynamo.mark_dynamic(edges, 0)
+        torch._dynamo.mark_dynamic(cu_seqlens, 0)
         with torch.set_grad_enabled(case.training):
-            return lower(
-                model, ids, ids, documents, stage.windows, predict, stage.tied, edges, longest if packed else None
-            )
+            return lower(model, ids, ids, documents, windows=stage.windows, predict_M=predict, tied=stage.tied)
 
 
 def lower_loss(tokens: int) -> list[Lowered]:

@@ -4,7 +4,9 @@ The model's forward and backward pass are compiled and have rows of their own, s
 batch on its way to the GPU, the gradients between the ranks, the optimizer, and how often the host waits.
 """
 
-from collections.abc import Iterator
+import functools
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +101,7 @@ def made_up(recipe: Recipe, stage: Stage) -> Batch:
     ids = torch.zeros(stage.rows, stage.length, dtype=torch.long)
     packed = recipe.loader.packing == "documents"
     starts = np.arange(DOCUMENTS) * (stage.length // DOCUMENTS)
-    return Batch(ids, ids.clone(), (starts,) * stage.rows if packed else None, {})
+    return Batch(ids, ids.clone(), (starts,) * stage.rows if packed else None, {}, recipe.loader.max_document)
 
 
 def made_up_trainer(recipe: Recipe, backend: Backend) -> Trainer:
@@ -111,7 +113,7 @@ def made_up_trainer(recipe: Recipe, backend: Backend) -> Trainer:
     with device, uncompiled, patch.object(GPT, "to", lambda model, _: model):  # fake tensors cannot be moved
         trainer = Trainer(Job(recipe, tokens, machine, Options(), folder, progress, Comm.of(None)))
     if trainer.comm.size > 1:
-        trainer.comm.aside = dist.group.WORLD  # it would open a group of gloo, and wait for the others
+        trainer.comm.aside = weakref.ref(dist.group.WORLD)  # it would open a group of gloo, and wait for the others
     return trainer
 
 
@@ -137,18 +139,19 @@ class Elsewhere:
     def __init__(self, model: torch.nn.Module, counted: Launches) -> None:
         self.model, self.counted = model, counted
 
-    def __call__(self, *args: Any) -> Tensor:
+    def __call__(self, *args: Any, **options: Any) -> Tensor:
         self.counted.passes += 1
-        found: Tensor = Node.apply(self, args, *self.model.parameters())  # type: ignore[no-untyped-call]
+        call = functools.partial(self.model, *args, **options)
+        found: Tensor = Node.apply(self.counted, call, *self.model.parameters())  # type: ignore[no-untyped-call]
         return found
 
 
 class Node(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Elsewhere, args: tuple[Any, ...], *weights: Tensor) -> Tensor:
-        ctx.counted, ctx.weights = whole.counted, weights
-        with whole.counted.elsewhere(), torch.enable_grad():
-            ctx.loss = whole.model(*args)
+    def forward(ctx: Any, counted: Launches, call: Callable[[], Tensor], *weights: Tensor) -> Tensor:
+        ctx.counted, ctx.weights = counted, weights
+        with counted.elsewhere(), torch.enable_grad():
+            ctx.loss = call()
             return ctx.loss.detach()
 
     @staticmethod

@@ -3,15 +3,17 @@
     layers: Annotated[int, Meta(ge=1)] = 3
     softcap: Literal["none", "tanh"] = "none"
 
-`check_fields(self, "model.")` in `__post_init__` refuses anything else, by its dotted name. The same annotations are
-checked by msgspec when a stored file is read (`speedrun.files.read_json`).
+`check_fields(self, "model.")` in `__post_init__` refuses anything else, by its dotted name, and `check_options(given)`
+refuses options of a command. The same annotations are checked by msgspec when a stored file is read
+(`speedrun.files.read_json`).
 """
 
 import dataclasses
 import functools
 import math
 import operator
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -29,13 +31,34 @@ def check_fields(config: Any, prefix: str) -> None:
     """Raise UserError for the first field whose type, word or range is not what its annotation says."""
     kind: Any = type(config)
     for name, hint in _hints(kind).items():
-        value = getattr(config, name)
-        problem = _problem(value, hint)
-        if problem:
-            raise UserError(f"{prefix}{name} is {value!r}; {requirement(hint, value) or problem}.")
-        floats = [x for x in (value if isinstance(value, tuple) else (value,)) if isinstance(x, float)]
-        if not all(map(math.isfinite, floats)):
-            raise UserError(f"{prefix}{name} is {value!r}; it must be finite.")
+        _check(f"{prefix}{name}", getattr(config, name), hint)
+
+
+def check_options(given: Any) -> None:
+    """The same for what a person gave to a command, where an annotation limits it; flags as they are written."""
+    kind: Any = type(given)
+    for name, hint in _hints(kind).items():
+        bare = _bare(hint)
+        if any(get_origin(each) is Annotated for each in (bare, *get_args(bare))):
+            _check(f"--{name.replace('_', '-')}", getattr(given, name), hint)
+
+
+def _check(called: str, value: Any, hint: Any) -> None:
+    problem = _problem(value, hint)
+    if problem:
+        raise UserError(f"{called} is {value!r}; {requirement(_bare(hint), value) or problem}.")
+    floats = [x for x in (value if isinstance(value, tuple) else (value,)) if isinstance(x, float)]
+    if not all(map(math.isfinite, floats)):
+        raise UserError(f"{called} is {value!r}; it must be finite.")
+
+
+def _bare(hint: Any) -> Any:
+    """An annotation without None and without what only a parser of commands reads."""
+    if get_origin(hint) is Annotated and not any(isinstance(m, Meta) for m in hint.__metadata__):
+        return _bare(hint.__origin__)
+    if get_origin(hint) in (Union, UnionType):
+        return next(_bare(each) for each in get_args(hint) if each is not NoneType)
+    return hint
 
 
 def _problem(value: Any, hint: Any) -> str:

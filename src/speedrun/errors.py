@@ -5,31 +5,28 @@
 
 import difflib
 import os
+import time
 from collections.abc import Iterable
+
+PRECEDENCE = 10.0  # seconds
 
 
 class UserError(ValueError):
     """One sentence that names the offending value and the way out."""
 
     mine_to_tell: bool | None = None
-    """Of several ranks, whether this one prints it; None: the first one on each machine does."""
+    """Of several ranks, whether this one prints it; None: they had not met yet."""
 
 
 def speaks(error: UserError) -> bool:
-    """Whether this rank tells it: of those who met an error together one does, elsewhere one on each machine."""
-    if error.mine_to_tell is not None:
-        return error.mine_to_tell
-    return "RANK" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0"
+    """Whether this rank tells it. Before ranks have met, the first one on each machine tells what all of them find."""
+    if error.mine_to_tell is None and "RANK" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(PRECEDENCE)  # if the first one finds it, too, torchrun ends this one meanwhile
+    return error.mine_to_tell is not False
 
 
 class OtherVersion(UserError):
     """A stored file that is whole, but written by a version of the program that knew more."""
-
-
-class RankLost(Exception):
-    """Another rank is gone or stuck; the message says which one, where it was, and why as far as that is known."""
-
-    told = False
 
 
 class Terminated(KeyboardInterrupt):

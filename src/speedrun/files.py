@@ -289,10 +289,8 @@ def scratch(folder: Path) -> Iterator[Path]:
 def _alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
+    except (OSError, OverflowError) as e:  # also where asking is not permitted there is one
+        return not isinstance(e, ProcessLookupError)
     return True
 
 

@@ -16,10 +16,9 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +26,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from speedrun.data.shards import TokenFolder
 from speedrun.doctor import Finding
-from speedrun.files import write_atomic
 from speedrun.model.attention import Backend, attend, reference_attend
 from speedrun.model.head import fp8_linear
 from speedrun.optim.sharded import Comm
@@ -52,39 +50,37 @@ SEED = 0
 UNKNOWN = "not predicted"
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     what: str
     predicted: str
     measured: str
 
 
-def write(
-    recipe: Recipe, machine: Machine, options: Options, comm: Comm, findings: list[Finding], out: Path, steps: int,
-    say: Callable[[str], None], grid: Callable[[list[tuple[str, str, str]]], None],
-) -> None:  # fmt: skip
-    """All ranks call it; rank 0 writes. The file grows as it goes, so that a crash leaves what was measured before."""
-    parts = [environment(recipe, machine, comm, findings)]
+def report(
+    recipe: Recipe, machine: Machine, options: Options, comm: Comm, findings: list[Finding], steps: int
+) -> Iterator[tuple[str, list[Line], str]]:
+    """(title, lines, all text so far) of each section as soon as it is measured. All ranks call it."""
+    text = environment(recipe, machine, comm, findings)
+    for title, lines in sections(recipe, machine, options, comm, steps):
+        text += "\n" + section(title, lines)
+        yield title, lines, text
 
-    def keep(title: str, lines: list[Line]) -> None:
-        parts.append(section(title, lines))
-        if comm.rank == 0:
-            write_atomic(out, "\n".join(parts))
-            say(f"\n{title}")
-            grid([(line.what, line.predicted, line.measured) for line in lines])
 
-    keep("Attention and 8-bit head against plain versions, relative errors", parity(recipe, machine))
+def sections(
+    recipe: Recipe, machine: Machine, options: Options, comm: Comm, steps: int
+) -> Iterator[tuple[str, list[Line]]]:
+    yield "Attention and 8-bit head against plain versions, relative errors", parity(recipe, machine)
     with tempfile.TemporaryDirectory() as folder:
         tokens = TokenFolder("made up", "", min(recipe.model.vocab, 2**16), 0, {}, path=Path(folder))
         nowhere = NullRunFolder(Path(folder))
         quiet = Progress(recipe.schedule.total, quiet=True)
         trainer = Trainer(Job(recipe, tokens, machine, options, nowhere, quiet, comm))
         for stage in kinds_of_steps(recipe):
-            keep(f"Step {stage.step}, {stage.rows} x {stage.length} tokens", step_lines(trainer, stage, steps))
+            yield f"Step {stage.step}, {stage.rows} x {stage.length} tokens", step_lines(trainer, stage, steps)
         v = recipe.validation
-        keep(f"Validation, {v.rows} x {v.length} tokens", validation_lines(trainer))
+        yield f"Validation, {v.rows} x {v.length} tokens", validation_lines(trainer)
         if comm.size > 1:
-            keep("Order of transfers", order_lines(trainer))
+            yield "Order of transfers", order_lines(trainer)
 
 
 def environment(recipe: Recipe, machine: Machine, comm: Comm, findings: list[Finding]) -> str:

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.gpu import pretend
 from benchmarks.gpu.__main__ import worse
 
-from speedrun.train.gpus import GPUS, TABLE
+from speedrun.train.gpus import TABLE
 
 REPO = Path(__file__).parents[2]
 KEPT = {(row["device"], row["name"]): row for row in json.loads(TABLE.read_text())}
@@ -70,7 +70,7 @@ def test_all_kernels_of_a_stage_compile_to_machine_code(environment, device: str
     name = "interleaved from step 0"
     (row,) = answers(environment, "-m", "benchmarks.gpu", "--inside", device, "--only", name, "--kernels")
     assert "failure" not in row
-    assert row["shared"] <= GPUS[device].shared_memory_per_block_optin
+    assert row["shared"] <= pretend.CHIPS[device].shared_memory_per_block_optin
 
 
 FAULTS = """

@@ -3,6 +3,7 @@
 import itertools
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ def threads() -> list[threading.Thread]:
 def test_the_same_batches_in_the_same_order(loaders: Callable[[], Loader]) -> None:
     plan = [(2, 8), (1, 16), (3, 5), (2, 8), (4, 4)]
     plain = loaders()
-    with Prefetcher(loaders(), plan) as prefetcher:
+    with closing(Prefetcher(loaders(), plan)) as prefetcher:
         for rows, length in plan:
             expected, batch = plain.next(rows, length), prefetcher.next()
             assert batch.inputs.tolist() == expected.inputs.tolist()
@@ -43,9 +44,9 @@ def test_the_same_batches_in_the_same_order(loaders: Callable[[], Loader]) -> No
 
 
 def test_the_last_consumed_state_continues(loaders: Callable[[], Loader]) -> None:
-    with Prefetcher(loaders(), [(2, 8)] * 6) as prefetcher:
+    with closing(Prefetcher(loaders(), [(2, 8)] * 6)) as prefetcher:
         batches = [prefetcher.next() for _ in range(6)]
-    with Prefetcher(loaders(), [(2, 8)] * 6) as prefetcher:
+    with closing(Prefetcher(loaders(), [(2, 8)] * 6)) as prefetcher:
         for _ in range(3):
             state = prefetcher.next().state
     resumed = loaders()
@@ -54,7 +55,7 @@ def test_the_last_consumed_state_continues(loaders: Callable[[], Loader]) -> Non
 
 
 def test_an_error_arrives_where_the_batch_would_have(loaders: Callable[[], Loader]) -> None:
-    with Prefetcher(loaders(), [(1, 8), (1, 10_000), (1, 8)]) as prefetcher:
+    with closing(Prefetcher(loaders(), [(1, 8), (1, 10_000), (1, 8)])) as prefetcher:
         prefetcher.next()
         for _ in range(2):
             with pytest.raises(UserError, match="No row of 10000 tokens"):
@@ -66,14 +67,14 @@ def test_an_error_in_the_plan_arrives_too(loaders: Callable[[], Loader]) -> None
         yield 1, 8
         raise ZeroDivisionError("in the schedule")
 
-    with Prefetcher(loaders(), plan()) as prefetcher:
+    with closing(Prefetcher(loaders(), plan())) as prefetcher:
         prefetcher.next()
         with pytest.raises(ZeroDivisionError, match="in the schedule"):
             prefetcher.next()
 
 
 def test_the_end_is_an_error_not_a_hang(loaders: Callable[[], Loader]) -> None:
-    with Prefetcher(loaders(), [(1, 8)] * 2) as prefetcher:
+    with closing(Prefetcher(loaders(), [(1, 8)] * 2)) as prefetcher:
         prefetcher.next()
         prefetcher.next()
         for _ in range(2):

@@ -28,6 +28,7 @@ def _rank(rank: int, size: int, folder: str, function: Callable[..., Any], args:
         world_size=size,
         timeout=datetime.timedelta(seconds=SECONDS),
     )
+    dist.barrier()  # all are connected before the first one may end
     try:
         torch.save(function(rank, size, *args), f"{folder}/{rank}.pt")
     finally:

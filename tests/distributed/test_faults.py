@@ -8,25 +8,32 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError
 from speedrun.recipes import get_recipe
+from speedrun.train import watchdog
 from speedrun.train.config import with_fields
-from speedrun.train.distributed import choose_backend, joined, meeting_point
+from speedrun.train.distributed import choose_backend, meeting_point
 from speedrun.train.run import check_ranks
+from speedrun.train.watchdog import Watchdog
 from tests.distributed.test_training import FLAGS, metrics
 
 # `speedrun train`, but one rank meets with something after a step of the first attempt.
 ACCIDENT = """
 import os, signal, sys, time
+from speedrun import errors
 from speedrun.cli import main
 from speedrun.errors import UserError
+from speedrun.train import distributed
 from speedrun.train.loop import Loop
 
 kind, rank, step = sys.argv[1], sys.argv[2], int(sys.argv[3])
@@ -48,9 +55,21 @@ def mistake(self, saved):
     time.sleep(1.5 if os.environ["RANK"] == rank else 0)
     raise UserError("a mistake that all ranks find, one of them late")
 
+def early(asked, device):
+    if os.environ["RANK"] == rank:
+        time.sleep(1.5)
+    elif kind == "alone":
+        return choose_backend(asked, device)
+    raise UserError("a mistake before the ranks have met")
+
 Loop.log_step = accident
 if kind == "mistaken":
     Loop.run = mistake
+if kind in ("early", "alone"):
+    choose_backend = distributed.choose_backend
+    distributed.choose_backend = early
+if kind == "alone":
+    errors.PRECEDENCE = 1.0
 sys.exit(main(["train", *sys.argv[4:]]))
 """
 
@@ -93,6 +112,10 @@ def test_all_ranks_end_and_one_sentence_says_why(kind: str, sentence: str, flags
     assert done.returncode == 1
     assert len(told(done)) == 1, done.stderr
     assert sentence in told(done)[0]
+    if kind == "raises":
+        cause = done.stderr.split("Root Cause")[1]
+        assert "KeyError: 'an accident'" in cause, "torchrun tells it, too"
+        assert "rank      : 1" in cause
     assert done.seconds < (90 if kind == "stopped" else 60), "torchrun waits 30 s before it kills one that is stopped"
     assert not (tmp_path / "run" / "result.json").exists(), "so that it can be resumed"
 
@@ -106,6 +129,17 @@ def test_ranks_that_find_a_mistake_leave_nothing_behind_even_if_the_first_is_the
     assert len(told(done)) == 1, done.stderr
     assert "a mistake that all ranks find" in told(done)[0]
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("kind", "rank"), [("early", 0), ("alone", 1)])
+def test_what_ranks_find_before_they_have_met_is_told_once(
+    kind: str, rank: int, flags: list[str], tmp_path: Path
+) -> None:
+    """By the first, even if it comes last; by another, if the first does not find it."""
+    done = torchrun(tmp_path, (kind, rank, 0), *flags)
+    assert done.returncode == 1, "torchrun's own"
+    assert [line for line in told(done) if "before the ranks have met" in line] == told(done), done.stderr
+    assert len(told(done)) == 1, done.stderr
 
 
 def children(pid: int) -> list[int]:
@@ -157,6 +191,27 @@ def test_a_signal_to_the_launcher_ends_all_ranks(number: signal.Signals, flags: 
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+def test_no_rank_outlives_a_killed_launcher(flags: list[str], tmp_path: Path) -> None:
+    """Nobody else would end them; the store where they met has gone with it."""
+    command = [sys.executable, "-m", "speedrun", "train", *flags, "--nproc", "2", "--schedule.steps", "100000"]
+    with open(tmp_path / "log", "w") as log:
+        run = subprocess.Popen(command, stdout=log, stderr=log, cwd=tmp_path, env=ONE_THREAD)
+    written = tmp_path / "run" / "metrics.jsonl"
+    while not (written.exists() and written.read_text().count("train") >= 8):
+        assert run.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.02)
+    ranks = children(run.pid)
+    assert len(ranks) == 2
+    run.kill()
+    run.wait()
+    killed = time.monotonic()
+    while any(psutil.pid_exists(rank) and psutil.Process(rank).status() != psutil.STATUS_ZOMBIE for rank in ranks):
+        assert time.monotonic() - killed < 60
+        time.sleep(0.1)
+    assert "the store where the ranks met is gone" in (tmp_path / "log").read_text()
+
+
 def test_ranks_whose_launcher_is_gone_do_not_wait_for_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """The patience of a run is for ranks that are there; a store that torchrun keeps is there before them."""
     with socket.socket() as free:
@@ -171,6 +226,49 @@ def test_ranks_whose_launcher_is_gone_do_not_wait_for_its_store(monkeypatch: pyt
     assert time.monotonic() - began < 60
 
 
+# ---------------------------------------------------------------------------------------------- the watchdog alone
+
+
+ENDS = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # as a process would
+
+
+@pytest.fixture
+def watchdogs(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[Watchdog], list[str]]]:
+    """Those of three ranks, here in one process, where nobody dies; and what they would tell."""
+    told: list[str] = []
+    monkeypatch.setattr(watchdog, "BEAT", 0.02)
+    monkeypatch.setattr(watchdog.os, "_exit", sys.exit)
+    monkeypatch.setattr(Watchdog, "tell", lambda _, why: told.append(why))
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    with ThreadPoolExecutor(3) as pool:  # each waits for the others
+        found = list(pool.map(lambda rank: Watchdog(rank, 3, store, 2.0), range(3)))
+    yield found, told
+    for one in found:
+        one.close()
+
+
+@ENDS
+def test_the_rank_without_signs_of_life_is_named(watchdogs: tuple[list[Watchdog], list[str]]) -> None:
+    (first, second, third), told = watchdogs
+    for one in (first, second, third):
+        one.progress("computing step 7", compiling=True)
+    time.sleep(0.3)
+    assert told == []
+    second.close()
+    first.thread.join(60)
+    assert told[0] == "rank 1 is gone: no sign of life since it was computing step 7"
+
+
+@ENDS
+def test_those_who_are_behind_are_named(watchdogs: tuple[list[Watchdog], list[str]]) -> None:
+    (first, second, third), told = watchdogs
+    for one in (first, second, third):
+        one.progress("reading the batch of step 5")
+    second.progress("computing step 5")
+    first.thread.join(60)
+    assert told[0].startswith("ranks 0, 2 hang: reading the batch of step 5 for ")
+
+
 # ------------------------------------------------------------------------------------------------- bad input
 
 
@@ -182,8 +280,6 @@ def test_what_is_asked_for_must_be_there() -> None:
         choose_backend("nccl", cpu)
     with pytest.raises(UserError, match="--backend is 'mpi'"):
         choose_backend("mpi", cpu)
-    with pytest.raises(UserError, match="--patience is 0"), joined(cpu, patience=0):
-        pass
     recipe = with_fields(get_recipe("adamw", "pocket"), {"schedule.rows": 3})
     check_ranks(recipe, 3)
     with pytest.raises(UserError, match="There are 4 ranks, but a step has only 3 rows"):
@@ -195,6 +291,7 @@ def test_what_is_asked_for_must_be_there() -> None:
     [
         (["--nproc", "2", "--backend", "nccl"], "--backend nccl needs a GPU"),
         (["--nproc", "2", "--max-restarts", "-1"], "--max-restarts is -1"),
+        (["--patience", "0"], "--patience is 0.0; it must be above 0."),
         (["--max-restarts", "1"], "--max-restarts 1 goes with --nproc"),
     ],
 )

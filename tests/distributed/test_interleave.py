@@ -1,5 +1,7 @@
 """The sharded step: any number of ranks trains what one process would, in any order of operations."""
 
+import subprocess
+import sys
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
@@ -7,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from speedrun.optim import Adam, Combined, Interleaved, Muon, NorMuon, Snoo
+from speedrun.optim.sharded import Comm
 from speedrun.optim.sharded.order import OPS, eager, interleaved, plain
 from speedrun.optim.sharded.plan import param_refs, plan_buckets, state_bytes
 from speedrun.train.trace import spans
@@ -180,7 +184,7 @@ def test_state_exists_once_over_all_ranks(tmp_path: Path) -> None:
     """Every matrix has one owner, every row too; only small tensors are everywhere."""
     whole = together(tmp_path, 1, train, "interleaved", torch.float32)[0]["bytes"]
     found = together(tmp_path, 4, train, "interleaved", torch.float32)
-    small = 4 * (24 + 61) * 2 + 16
+    small = 4 * (24 + 61) * 3 + 16  # two moments, and the sum of gradients that wait
     assert sum(f["bytes"] for f in found) == pytest.approx(whole + 3 * small, rel=0.01)
     owned = [name for f in found for label, names in f["layout"].items() if label.startswith("owned") for name in names]
     assert sorted(owned) == ["down", "square.0", "square.1", "square.2", "up"]
@@ -191,19 +195,16 @@ def test_state_exists_once_over_all_ranks(tmp_path: Path) -> None:
 def test_the_step_follows_its_table(size: int, tmp_path: Path) -> None:
     """Waits and launches of a real step, in the order that hides them: see `interleaved`."""
     first, *_ = together(tmp_path, size, train, "interleaved", torch.float32)
-    events = [(s.kind, s.op, s.item) for s in first["trace"] if s.kind in ("launch", "compute", "copy")]
-    tables = ["embed", "head", "unused"]
+    events = [(s.kind, s.op, s.item) for s in first["trace"] if s.kind != "wait" or s.op == "finish"]
     launched = [item for kind, op, item in events if (kind, op) == ("launch", "reduce")]
     assert launched[-2:] == ["matrices 0", "matrices 1"], "tables began in the backward pass"
     assert "agreement" in launched[:-2]
     after = [(op, item) for kind, op, item in events if op not in ("reduce", "check")]
-    assert after == [
+    assert after == [  # `unused`, the last table, sits out; small tensors are nobody's alone, so they do not arrive
         ("update", "small 0"), ("gather", "small 0"),
-        ("update", tables[0]), ("gather", tables[0]), ("update", tables[1]), ("gather", tables[1]),
-        ("update", tables[2]),
+        ("update", "embed"), ("gather", "embed"), ("update", "head"), ("gather", "head"),
         ("update", "matrices 0"), ("gather", "matrices 0"), ("update", "matrices 1"), ("gather", "matrices 1"),
-        ("finish", "matrices 0"), ("finish", "small 0"), ("finish", tables[0]), ("finish", tables[1]),
-        ("gather", tables[2]), ("finish", "matrices 1"), ("finish", tables[2]),
+        ("finish", "matrices 0"), ("finish", "embed"), ("finish", "head"), ("finish", "matrices 1"),
     ]  # fmt: skip
     assert all(a.end <= b.start for a, b in zip(first["trace"], first["trace"][1:], strict=False))
 
@@ -347,12 +348,22 @@ def test_orders_are_tables_and_checked() -> None:
         Interleaved(net, members(net), order=[*own, ("reduce", "nobody")])
 
 
+def shared_memory(net: Net) -> Net:
+    net.register_buffer("window", net.embed.data[3:5])
+    return net
+
+
 @pytest.mark.parametrize(
     ("build", "sentence"),
     [
         (lambda net: Interleaved(net, []), "got no optimizers"),
         (lambda net: Interleaved(net, members(net)[:1]), "No optimizer has embed"),
-        (lambda net: Interleaved(net, [torch.optim.SGD(net.parameters(), lr=1.0)]), "cannot shard SGD"),
+        (lambda net: Interleaved(net, [Combined(*members(net))]), "cannot shard Combined; pass the optimizers in it"),
+        (lambda net: Interleaved(net, list(net.parameters())), "got a Parameter; pass Muon, NorMuon, Adam, or any"),
+        (
+            lambda net: Interleaved(shared_memory(net), members(net), process_group=Comm(None, 0, 2)),
+            "embed and window are two tensors in the same memory",
+        ),
         (lambda net: Interleaved(net, members(net), order="random"), "order is 'random'; it must be one of: plain"),
         (lambda net: Interleaved(net, members(net), average="median"), "average is 'median'"),
         (lambda net: Interleaved(net, members(net), buckets=0), "buckets is 0"),
@@ -362,3 +373,40 @@ def test_orders_are_tables_and_checked() -> None:
 def test_bad_input_is_refused_by_name(build: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         build(Net())
+
+
+THREADS = """
+import os, sys, torch, torch.distributed as dist
+from torch import nn
+from speedrun.optim import Adam, Interleaved
+
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+net = nn.Linear(8, 8)
+optimizer = Interleaved(net, [Adam(net.named_parameters())])
+net(torch.ones(2, 8)).sum().backward()
+optimizer.step()
+dist.destroy_process_group()
+names = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
+print([name for name in names if "gloo" in name])
+"""
+
+
+def test_no_thread_of_gloo_outlives_its_group(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", THREADS, str(tmp_path / "meet")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+def ended_group(rank: int, size: int) -> bool:
+    net = nn.Linear(8, 8)
+    optimizer = Interleaved(net, [Adam(net.named_parameters())])
+    net(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    dist.barrier()
+    dist.destroy_process_group(optimizer.comm.aside())
+    return optimizer.comm.aside() is None
+
+
+def test_the_group_of_small_messages_ends_when_it_is_destroyed(tmp_path: Path) -> None:
+    """Its threads would end the process with an abort, had the optimizer kept it alive."""
+    assert together(tmp_path, 2, ended_group) == [True, True]

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from speedrun.optim import Adam, Combined, Muon, NorMuon, base, route
-from speedrun.optim.base import NonFiniteGradient
+from speedrun.optim.finite import NonFiniteGradient
 from tests.distributed.ranks import together
 
 HANGS = 40  # seconds until a rank that waits for another ends by SIGALRM; groups of a mesh wait for half an hour

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from speedrun.optim import Adam, Combined, Muon, NorMuon, Snoo, base
-from speedrun.optim.base import NonFiniteGradient
+from speedrun.optim.finite import NonFiniteGradient
 from tests.distributed.ranks import together
 
 HANGS = 40  # seconds until a rank that waits for another ends by SIGALRM; groups of a mesh wait for half an hour

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,10 +17,12 @@ from speedrun.model.attention import (
     MIN_BLOCK,
     WIDE,
     Backend,
+    Documents,
     attend,
     attend_locally,
     attention_mask,
     choose_backend,
+    local_mask,
     plain_mask,
     reference_attend,
     takes_edges,
@@ -33,6 +36,11 @@ from tests.model.kernels import Kernels
 def some(B: int, T: int, H: int, K: int, seed: int, grad: bool = False) -> list[torch.Tensor]:
     gen = torch.Generator().manual_seed(seed)
     return [torch.randn(B, T, H, K, generator=gen).requires_grad_(grad) for _ in range(3)]
+
+
+def locally(q, k, v, documents, window, scale=None) -> torch.Tensor:
+    mask = local_mask(q.shape[1], q.device, documents, window)
+    return attend_locally(q, k, v, window=window, mask=mask, scale=scale)
 
 
 def numbered(B: int, T: int, seed: int) -> torch.Tensor:
@@ -50,7 +58,7 @@ def test_attention_is_its_definition(B, T, window, packed, scale, seed) -> None:
     documents = numbered(B, T, seed) if packed else None
     expected = reference_attend(q, k, v, documents_BT=documents, window=window, scale=scale)
     torch.testing.assert_close(attend(q, k, v, documents_BT=documents, window=window, scale=scale), expected)
-    torch.testing.assert_close(attend_locally(q, k, v, documents_BT=documents, window=window, scale=scale), expected)
+    torch.testing.assert_close(locally(q, k, v, documents, window=window, scale=scale), expected)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -60,7 +68,7 @@ def test_a_wide_window_in_blocks_of_half_its_width_is_the_definition(window, pac
     q, k, v = some(2, T, 1, 4, window)
     documents = (torch.arange(2 * T).view(2, T) % T > 300).long() if packed else None
     expected = reference_attend(q, k, v, documents_BT=documents, window=window)
-    torch.testing.assert_close(attend_locally(q, k, v, documents_BT=documents, window=window), expected)
+    torch.testing.assert_close(locally(q, k, v, documents, window=window), expected)
     torch.testing.assert_close(attend(q, k, v, documents_BT=documents, window=window), expected)
 
 
@@ -85,7 +93,7 @@ def test_long_rows_in_pieces_are_the_same_rows(B, T, window, monkeypatch: pytest
     for limit in (2**40, 2**10):  # whole, and as many pieces as there can be
         monkeypatch.setattr(attention, "PIECE_BYTES", limit)
         q, k, v = some(B, T, 2, 4, 7, grad=True)
-        y = attend_locally(q, k, v, documents_BT=documents, window=window)
+        y = locally(q, k, v, documents, window=window)
         y.square().sum().backward()
         results.append((y, q.grad, k.grad, v.grad))
     for whole, pieced in zip(*results, strict=True):
@@ -168,12 +176,26 @@ def test_the_stand_ins_refuse_what_the_kernels_refuse_or_misread(kernels, backen
 @pytest.mark.parametrize("backend", ["fa3", "varlen"])
 def test_a_bound_shorter_than_the_row_reaches_the_kernel(kernels, backend) -> None:
     documents = torch.arange(60).view(1, 60) // 20
-    shared = attention_mask(
-        backend, 1, 60, documents.device, [None], documents_BT=documents, edges=edges_of(documents), longest=20
-    )
+    found = Documents(documents, edges_of(documents), longest=20)
+    shared = attention_mask(backend, 1, 60, documents.device, [None], found)
     q = torch.zeros(1, 60, 1, 8, dtype=torch.bfloat16)
     attend(q, q, q, shared=shared)
     assert kernels.calls == [{"edges": [0, 20, 40, 60], "longest": 20, "window": (-1, 0)}]
+
+
+@pytest.mark.parametrize("backend", ["fa3", "varlen"])
+def test_empty_documents_at_the_end_change_nothing(kernels, backend) -> None:
+    """The loader pads boundaries with them."""
+    documents = numbered(2, 60, 3)
+    edges = edges_of(documents)
+    found = []
+    for padded in (edges, torch.cat([edges, edges[-1:].expand(9)])):
+        q, k, v = (x.bfloat16().requires_grad_() for x in some(2, 60, 2, 8, 3))
+        mask = attention_mask(backend, 2, 60, documents.device, [None], Documents(documents, padded))
+        y = attend(q, k, v, shared=mask)
+        found.append((y, *torch.autograd.grad(y.float().square().sum(), (q, k, v))))
+    assert kernels.calls[1]["edges"] == kernels.calls[0]["edges"] + [120] * 9
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_flash_attention_is_asked_to_be_deterministic_where_torch_is(kernels) -> None:
@@ -208,7 +230,7 @@ def test_a_model_has_the_same_loss_with_every_backend(kernels: Kernels) -> None:
         torch.manual_seed(0)
         model = GPT(MODEL, 150, backend)
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            found.append(model(ids, ids.roll(-1, 1), documents, Windows(8, 40)).item())
+            found.append(model(ids, ids.roll(-1, 1), Documents(documents), windows=Windows(8, 40)).item())
     assert found == pytest.approx([found[-1]] * 3, rel=2e-3)
     assert found[0] == found[1]
 
@@ -217,7 +239,7 @@ def test_layers_share_one_mask_per_window(monkeypatch: pytest.MonkeyPatch) -> No
     made = []
     monkeypatch.setattr(attention, "plain_mask", lambda *a: made.append(a[-1]) or plain_mask(*a))
     ids, documents = batch(2, 150, 4)
-    GPT(MODEL, 150)(ids, ids.roll(-1, 1), documents, Windows(8, 40))
+    GPT(MODEL, 150)(ids, ids.roll(-1, 1), Documents(documents), windows=Windows(8, 40))
     assert made == [8, 40]
 
 
@@ -230,11 +252,11 @@ def test_one_graph_serves_any_number_of_documents(kernels: Kernels, backend: Bac
     try:
         for seed in range(4):
             ids, documents = batch(2, 150, seed)
-            edges = edges_of(documents)
+            edges = F.pad(edges_of(documents), (0, seed), value=documents.numel())
             torch._dynamo.mark_dynamic(edges, 0)
             with torch.autocast("cpu", torch.bfloat16):
-                loss = call(ids, ids.roll(-1, 1), documents, Windows(8, 40), None, True, edges)
-                expected = plain(ids, ids.roll(-1, 1), documents, Windows(8, 40))
+                loss = call(ids, ids.roll(-1, 1), Documents(documents, edges), windows=Windows(8, 40))
+                expected = plain(ids, ids.roll(-1, 1), Documents(documents), windows=Windows(8, 40))
             loss.backward()
             assert loss.item() == pytest.approx(expected.item(), rel=2e-3)
             torch.compiler.set_stance("fail_on_recompile")
@@ -246,7 +268,7 @@ def test_one_graph_serves_any_number_of_documents(kernels: Kernels, backend: Bac
 
 
 BF16 = torch.bfloat16
-CURE = "to get it, pip install 'speedrun[gpu]' and let this machine reach the Hugging Face hub once"
+CURE = "to get it, pip install 'speedrun[gpu]' and let this machine reach the Hugging Face hub"
 
 
 def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> torch.device:
@@ -268,7 +290,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, get_kernel: Any) -> None:
 
 def test_hopper_takes_flash_attention_where_it_works(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     device = gpu(monkeypatch, (9, 0))
-    hub(monkeypatch, lambda repo, version: kernels)
+    hub(monkeypatch, lambda repo, **_: kernels)
     random = torch.get_rng_state()
     assert choose_backend("auto", device, BF16, 128) == ("fa3", "this GPU has it", None)
     assert choose_backend("fa3", device, BF16, 128) == ("fa3", "as asked", None)
@@ -303,7 +325,7 @@ class Blind(Kernels):
         return super().compute(q, k, v, edges, longest, scale, (-1, 0))
 
 
-def offline(repo: str, version: int) -> Kernels:
+def offline(repo: str, **_: object) -> Kernels:
     raise ConnectionError("cannot reach huggingface.co\nTraceback")
 
 
@@ -312,10 +334,10 @@ def offline(repo: str, version: int) -> Kernels:
     [
         (None, "the package `kernels` cannot be imported (ModuleNotFoundError: import of kernels halted"),
         (offline, "kernels-community/flash-attn3: ConnectionError: cannot reach huggingface.co; varunneal"),
-        (lambda repo, version: object(), "AttributeError: 'object' object has no attribute 'flash_attn_varlen_func'"),
-        (lambda repo, version: Older(), "flash_attn_varlen_func does not take softmax_scale, window_size"),
-        (lambda repo, version: Falling(), "RuntimeError: CUDA error: no kernel image is available; varunneal"),
-        (lambda repo, version: Blind(), "ArithmeticError: its results are not those of attention"),
+        (lambda repo, **_: object(), "AttributeError: 'object' object has no attribute 'flash_attn_varlen_func'"),
+        (lambda repo, **_: Older(), "flash_attn_varlen_func does not take softmax_scale, window_size"),
+        (lambda repo, **_: Falling(), "RuntimeError: CUDA error: no kernel image is available; varunneal"),
+        (lambda repo, **_: Blind(), "ArithmeticError: its results are not those of attention"),
     ],
     ids=["no package", "no network", "no function", "another version", "raises", "wrong numbers"],
 )
@@ -342,13 +364,18 @@ def test_without_flash_attention_hopper_takes_varlen_and_says_so_loudly(
 def test_the_other_build_is_taken_when_the_first_does_not_work(kernels: Kernels, monkeypatch) -> None:
     asked = []
 
-    def get_kernel(repo: str, version: int, trust_remote_code: object = False) -> Kernels:
-        asked.append((repo, version, trust_remote_code))
+    # As in kernels 0.17, https://github.com/huggingface/kernels
+    def get_kernel(
+        repo_id: str, *, revision: str | None = None, version: int | None = None, backend: str | None = None,
+        user_agent: object = None, trust_remote_code: bool | list[str] = False, check_arch: bool = True,
+    ) -> Kernels:  # fmt: skip
+        asked.append((repo_id, revision, version, trust_remote_code))
         return Falling() if len(asked) == 1 else kernels
 
     hub(monkeypatch, get_kernel)
     assert choose_backend("auto", gpu(monkeypatch, (9, 0)), BF16, 64) == ("fa3", "this GPU has it", None)
-    assert asked == [(name, 1, [name]) for name in flash.HUB]
+    assert asked == [(name, "v1", None, [name]) for name in flash.HUB]
+    assert flash.HUB[0].startswith("kernels-community/")
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from speedrun.errors import UserError
-from speedrun.model.gpt import GPT, GPTConfig, Windows, count_parameters
+from speedrun.model.gpt import GPT, Documents, GPTConfig, Windows, count_parameters
 from speedrun.model.head import describe_fp8, fp8_linear, loss_sum, softcap, targets_ahead
 from speedrun.model.rotary import frequencies, rotary_tables, stretched
 
@@ -117,7 +117,7 @@ def test_nothing_crosses_a_document_boundary() -> None:
     x, y = x[:, :-1], x[:, 1:]
     documents = torch.tensor([[0] * 13 + [1] * 3 + [2] * 24])
     model = lively(FULL)
-    packed = model.features(x, documents, WINDOWS)
+    packed = model.features(x, Documents(documents), WINDOWS)
     for number, (begin, end) in enumerate([(0, 13), (13, 16), (16, 40)]):
         alone = model.features(x[:, begin:end], windows=WINDOWS)
         torch.testing.assert_close(packed[:, begin:end], alone, atol=2e-4, rtol=1e-3), number
@@ -125,20 +125,21 @@ def test_nothing_crosses_a_document_boundary() -> None:
         model(x[:, a:b], y[:, a:b], windows=WINDOWS, predict_M=torch.tensor([1.0, 0.5, 0.25])).item()
         for a, b in [(0, 13), (13, 16), (16, 40)]
     )
-    both = model(x, y, documents, WINDOWS, torch.tensor([1.0, 0.5, 0.25])).item()
+    both = model(x, y, Documents(documents), windows=WINDOWS, predict_M=torch.tensor([1.0, 0.5, 0.25])).item()
     assert both == pytest.approx(total, rel=1e-4)
 
 
 @pytest.mark.parametrize("part", ["smear", "smear_mtp", "key_offset", "predict"])
 def test_across_documents_lets_it(part: str) -> None:
     """What the records did, by a flag: the first token of a document then feels the last of the one before."""
-    config = replace(BASE, rotary="half", long_layers=(0, 1, 2, 3), **({part: True} if part != "predict" else {}))
+    changes = {} if part == "predict" else {part: True}
+    config = replace(BASE, rotary="half", long_layers=(0, 1, 2, 3), **changes)
     predict = torch.tensor([1.0, 0.5, 0.25]) if part == "predict" else None
     x = ids(1, 21)
-    documents = torch.tensor([[0] * 10 + [1] * 10])
+    documents = Documents(torch.tensor([[0] * 10 + [1] * 10]))
     inside, across = (lively(replace(config, across_documents=flag)) for flag in (False, True))
-    a = inside(x[:, :-1], x[:, 1:], documents, WINDOWS, predict).item()
-    b = across(x[:, :-1], x[:, 1:], documents, WINDOWS, predict).item()
+    a = inside(x[:, :-1], x[:, 1:], documents, windows=WINDOWS, predict_M=predict).item()
+    b = across(x[:, :-1], x[:, 1:], documents, windows=WINDOWS, predict_M=predict).item()
     assert abs(a - b) > 5e-5
 
 

@@ -46,6 +46,13 @@ class Muon:
             u = g + mu * self.m if self.nesterov else self.m
         a, b = (self.blocks, 1) if isinstance(self.blocks, int) else self.blocks
         rows, cols = p.shape[0] // a, p.shape[1] // b
+        scale = {
+            "none": 1.0,
+            "unit-variance": math.sqrt(max(rows, cols)),
+            "spectral": math.sqrt(max(1, rows / cols)),
+            "match-rms-adamw": 0.2 * math.sqrt(max(rows, cols)),
+            "unit-rms-norm": math.sqrt(rows / cols),
+        }[self.scale]
         out = torch.empty_like(u)
         for i in range(a):
             for j in range(b):
@@ -55,12 +62,6 @@ class Muon:
         if self.update_ema:
             self.e = torch.zeros_like(out) if self.e is None else self.e
             out = self.e = self.update_ema * self.e + (1 - self.update_ema) * out
-        scale = {
-            "none": 1.0,
-            "unit-variance": math.sqrt(max(rows, cols)),
-            "spectral": math.sqrt(max(1, rows / cols)),
-            "match-rms-adamw": 0.2 * math.sqrt(max(rows, cols)),
-        }[self.scale]
         lr = self.lr * self.lr_mul
         wd = self.weight_decay * self.wd_mul * (lr if self.decay_by == "lr" else self.lr * lr * scale)
         mask = 1.0 if self.decay == "decoupled" else (out * p >= 0).to(p.dtype)

@@ -1,5 +1,8 @@
 """Which parameter goes where."""
 
+import copy
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -132,38 +135,118 @@ def test_mistaken_overrides_are_refused(override, sentence) -> None:
         route(Odd(), override=override)
 
 
+@pytest.mark.parametrize("pattern", ["nothing.*", "a.weight", "gain"])
+def test_blocks_of_what_muon_does_not_train_are_refused(pattern) -> None:
+    said = (
+        rf"blocks\['{re.escape(pattern)}'\] matches no parameter that Muon trains; their names are like 'conv.weight'"
+    )
+    with pytest.raises(ValueError, match=said):
+        route(Odd(), blocks={pattern: 3})
+
+
 def tiny_gpt2() -> nn.Module:
     transformers = pytest.importorskip("transformers")
-    return transformers.GPT2Model(transformers.GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=2, n_head=2))
+    sizes = {"vocab_size": 48, "n_positions": 16, "n_embd": 24, "n_layer": 2, "n_head": 2}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 
 
-def test_weights_that_are_stored_transposed_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^h\.0\.attn\.c_attn is a Conv1D of transformers") as e:
-        route(tiny_gpt2())
-    assert "Replace it by an nn.Linear with the transposed weight" in str(e.value)
-    assert 'override={"*c_attn.weight": "adam"}' in str(e.value)
-    others = {"h.*.attn.*": "adam", "h.*.mlp.c_proj.weight": "frozen"}
-    with pytest.raises(ValueError, match=r"^h\.0\.mlp\.c_fc is a Conv1D"):
-        route(tiny_gpt2(), override=others)
-    with pytest.raises(ValueError, match=r"^h\.0\.mlp\.c_fc is a Conv1D"):  # not even if asked for
-        route(tiny_gpt2(), override={**others, "h.*.mlp.c_fc.weight": "muon"})
-    with pytest.raises(ValueError, match=r"^The model is a Conv1D"):
-        route(tiny_gpt2().h[0].mlp.c_fc)
-
-
-def test_the_ways_out_for_transposed_weights() -> None:
-    model = tiny_gpt2()
-    chosen = places(model, override={"h.*.attn.*": "adam", "h.*.mlp.c_proj.weight": "adam", "h.*.c_fc.weight": "frozen",
-                                     "wpe.weight": "muon"})  # fmt: skip
-    assert chosen["h.1.mlp.c_proj.weight"] == "adam"
+def with_linear_layers(model: nn.Module) -> nn.Module:
+    model = copy.deepcopy(model)
     for path, module in list(model.named_modules()):
         if type(module).__name__ == "Conv1D":
-            inputs, outputs = module.weight.shape
-            linear = nn.Linear(inputs, outputs)
+            linear = nn.Linear(*module.weight.shape)
             linear.weight.data.copy_(module.weight.T)
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, linear)
-    assert places(model)["h.1.mlp.c_proj.weight"] == "muon"
+    return model
+
+
+@pytest.mark.parametrize("kind", [Muon, NorMuon])
+@pytest.mark.parametrize("blocks", [{}, {"*.c_attn.weight": 3}, {"*.c_attn.weight": [40, 16, 16]}])
+def test_gpt2_is_trained_as_if_its_layers_were_linear(kind, blocks) -> None:
+    """Each of 50 updates, from the same weights and gradients: transformers' Conv1D stores inputs x outputs."""
+    stored = tiny_gpt2()
+    linear = with_linear_layers(stored)
+    plans = [route(model, blocks=blocks) for model in (stored, linear)]
+    assert [(r.name, r.place) for r in plans[0].routes] == [(r.name, r.place) for r in plans[1].routes]
+    build = [Combined(kind(plan.muon, weight_decay=0.1), Adam(plan.adam)) for plan in plans]
+    turned = {r.name for r in plans[0].routes if r.transposed}
+    assert len(turned) == 8
+    there = dict(linear.named_parameters())
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(50):
+        before = {}
+        for name, p in stored.named_parameters():
+            p.grad = torch.randn(p.shape, generator=generator)
+            before[name] = p.detach().clone()
+            there[name].data.copy_(p.T if name in turned else p)
+            there[name].grad = (p.grad.T if name in turned else p.grad).contiguous()
+        for optimizer in build:
+            optimizer.step()
+        for name, p in stored.named_parameters():
+            start, other = before[name], there[name].detach()
+            update = p.detach() - start
+            expected = (other.T if name in turned else other) - start
+            assert expected.norm() > 0
+            assert (update - expected).norm() < 1e-4 * expected.norm()
+
+
+def test_the_table_says_how_matrices_are_read() -> None:
+    plan = route(tiny_gpt2(), blocks={"*.c_attn.weight": [24, 24, 24], "transformer.h.1.attn.c_attn*": 3})
+    why = {r.name.removeprefix("transformer.h."): r.reason for r in plan.routes}
+    assert why["0.mlp.c_fc.weight"] == "hidden matrix, stored transposed (Conv1D)"
+    assert why["0.attn.c_attn.weight"] == "hidden matrix, stored transposed (Conv1D), blocks [24, 24, 24]"
+    assert why["1.attn.c_attn.weight"] == "hidden matrix, stored transposed (Conv1D), blocks 3"
+    assert "stored transposed (Conv1D), blocks 3\n" in str(plan)
+    (group,) = plan.muon
+    assert group["transposed"] == [True] * 8
+    assert group["blocks"] == [[24, 24, 24], 1, 1, 1, (3, 1), 1, 1, 1]
+    assert {"transposed", "blocks"}.isdisjoint(route(Odd()).muon[0])
+
+
+def test_a_conv1d_that_makes_the_outputs_is_found_by_its_outputs() -> None:
+    pytest.importorskip("transformers")
+    from transformers.pytorch_utils import Conv1D
+
+    model = nn.Sequential(nn.Embedding(32, 8), Conv1D(16, 8), Conv1D(32, 16))
+    why = {r.name: (r.place, r.reason) for r in route(model).routes}
+    assert why["2.weight"] == ("adam", "32 rows, as many as an embedding table")
+    reasons = {r.name: r.reason for r in route(nn.Sequential(Conv1D(16, 8), Conv1D(3, 16))).routes}
+    assert reasons["1.weight"] == "last layer of a Sequential"
+
+
+class Experts(nn.Module):
+    """As in transformers' GPT-OSS: experts x inputs x outputs."""
+
+    is_transposed = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 8, 12))
+        self.up_bias = nn.Parameter(torch.zeros(4, 12))
+        self.router = nn.Linear(8, 4)
+
+
+def test_transposed_banks_and_convolutions() -> None:
+    model = nn.ModuleDict({"conv": nn.ConvTranspose2d(3, 6, 2), "experts": Experts(), "mix": nn.Linear(8, 8)})
+    plan = route(model, override={"mix.weight": "muon"}, blocks={"experts.up": 2})
+    found = {r.name: (r.place, r.reason, r.transposed) for r in plan.routes if r.parameter.ndim > 1}
+    kernel = "convolution kernel, flattened to (outputs, everything else), stored transposed (ConvTranspose2d)"
+    bank = "bank of 4 matrices, each orthogonalised by itself, stored transposed (Experts), blocks 2"
+    assert found == {
+        "conv.weight": ("muon", kernel, True),
+        "experts.up": ("muon", bank, True),
+        "experts.up_bias": ("adam", "a bias", False),
+        "experts.router.weight": ("muon", "hidden matrix", False),
+        "mix.weight": ("muon", "override 'mix.weight'", False),
+    }
+    optimizer = Muon(plan.muon, lr=1.0, scale="none", method="svd", momentum=0.0)
+    before = model["experts"].up.detach().clone()
+    model["experts"].up.grad = torch.randn(4, 8, 12)
+    optimizer.step()
+    for change in (before - model["experts"].up.detach()).mT:
+        for half in change.split(6):  # outputs are rows: 6 of 12 in each block
+            torch.testing.assert_close(torch.linalg.svdvals(half), torch.ones(6), atol=1e-4, rtol=0)
 
 
 def test_torchs_own_convolutions_are_not_transposed() -> None:

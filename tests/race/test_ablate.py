@@ -19,7 +19,7 @@ from speedrun.race import ablate
 from speedrun.race.ablate import BASE, SHORTER, Ablate, Line, lines_of, switches_of, variants
 from speedrun.race.children import Children
 from speedrun.race.statistics import Effect, effect, holm
-from speedrun.recipes import LINEAGE, get_recipe
+from speedrun.recipes import RECIPES, get_recipe
 from speedrun.report.ablation import ablation_svg, bounds
 from speedrun.templates import markdown
 from speedrun.train.config import differences
@@ -51,9 +51,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch, minutes: float = 1.0) -> list[tuple
 # -------------------------------------------------------------------- switches
 
 
-@pytest.mark.parametrize("name", LINEAGE)
+@pytest.mark.parametrize("name", RECIPES)
 def test_every_switch_of_every_recipe_can_be_turned_off_alone(name: str) -> None:
-    for size in LINEAGE[name]:
+    for size in RECIPES[name]:
         recipe = get_recipe(name, size)
         found = variants(recipe, Ablate())
         assert list(found)[:2] == [BASE, SHORTER]

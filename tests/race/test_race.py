@@ -22,10 +22,11 @@ from speedrun.cli.words import parse
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError
 from speedrun.files import write_json
+from speedrun.race import ablate
 from speedrun.race.evidence import examine
 from speedrun.race.plan import Entry, Plan, flags
 from speedrun.race.race import Course
-from speedrun.recipes import LINEAGE, get_recipe
+from speedrun.recipes import RECIPES, get_recipe
 from speedrun.train import arithmetic
 from speedrun.train.config import with_fields
 from speedrun.train.runlog import read_metrics, read_run
@@ -272,7 +273,7 @@ def test_a_run_that_cannot_start_says_why_and_the_race_can_go_on(
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("--runs 1", "--runs is 1, too few for the test: a t-test needs two losses, so at least 2 runs."),
+        ("--runs 1", "--runs is 1; it must be at least 2."),
         ("--runs 0", "--runs is 0; it must be at least 2."),
         ("--runs 2 --against adamw", "two ABBA blocks, so at least 4 runs a side."),
         ("--runs 5 --against adamw", "--runs is 5; an ABBA block has two runs a side, so choose 4 or 6."),
@@ -283,7 +284,7 @@ def test_a_run_that_cannot_start_says_why_and_the_race_can_go_on(
         ("--nproc 0", "--nproc is 0; it must be at least 1."),
         ("--nproc 3", "There are 3 ranks, but a step has only 2 rows to deal out; start at most 2"),
         ("--alpha 0.5", "--alpha is 0.5; it must be above 0 and at most 0.1."),
-        ("--seed -1", "--seed is -1; it must lie between 0 and"),
+        ("--seed -1", "--seed is -1; it must be at least 0."),
         ("--kind systems", "A systems race compares two sides; name the other one with --against."),
         ("--set optim.lrr=1", "Recipe 'adamw' has no field 'optim.lrr'. Did you mean 'optim.lr'?"),
         ("--set name=mine", "has no field 'name'"),
@@ -374,12 +375,12 @@ def test_other_data_does_not_continue_a_race(raced: Path, speedrun: Speedrun, tm
 # -------------------------------------------------------------------- plans
 
 
-@pytest.mark.parametrize("name", LINEAGE)
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_comes_through_the_command_line_unchanged(name: str) -> None:
     """Every field of every recipe can be handed to a run: tuples of pairs, empty ones, truth values."""
-    for size in LINEAGE[name]:
+    for size in RECIPES[name]:
         wanted = with_fields(get_recipe(name, size), {"optim.lr": 0.0123, "validation.every": 7})
-        base = get_recipe("gpt2" if size in LINEAGE["gpt2"] else "medium", size)
+        base = get_recipe("gpt2" if size in RECIPES["gpt2"] else "medium", size)
         given = parse(Train, "train", flags(wanted, base), Train.from_recipe(base))
         assert given.resolved(wanted) == wanted
 
@@ -432,3 +433,24 @@ def test_all_trials_of_a_sweep_share_one_arithmetic(
     code, _, err = speedrun(*sweep, "--dtype", "float32")
     assert code == 2
     assert "The plan in sweep says --dtype bfloat16, not float32" in err
+
+
+def test_an_ablation_keeps_the_arithmetic_of_its_plan(
+    speedrun: Speedrun, held_out: TokenFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, taken = [torch.bfloat16], []
+    monkeypatch.setattr(arithmetic, "choose_on_cpu", lambda *_: (answers.pop(0), "tried"))
+
+    def execute(given: ablate.Ablate, children: object, name: str, recipe: object, seed: int) -> dict[str, object]:
+        taken.append(given.dtype)
+        numbers = {"loss": 1.0, "seconds": 1.0, "tokens": 1, "steps": 1, "minutes": 1.0}
+        return {"variant": name, "seed": seed, "status": "ok", **numbers}
+
+    monkeypatch.setattr(ablate, "execute", execute)
+    ablation = ["ablate", "--data", str(held_out.path), "--recipe", "adamw", "--out", "ablation", "--seeds"]
+    for seeds in "12":  # the second time from the plan
+        assert speedrun(*ablation, seeds)[0] == 0
+    assert {*taken} == {"bfloat16"}
+    code, _, err = speedrun(*ablation, "3", "--dtype", "float32")
+    assert code == 2
+    assert "The plan in ablation says --dtype bfloat16, not float32" in err

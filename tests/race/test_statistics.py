@@ -81,11 +81,11 @@ def test_a_race_that_is_not_yet_decided_says_how_many_runs_would(capsys: pytest.
     [
         ("--target 3.28 3.27", "Too few runs for the test: 1; a t-test needs at least 2."),
         ("--target 3.28", "Too few runs for the test: 0"),
-        ("--target nan 3.27 3.26", "--target is nan; it must be a finite loss."),
+        ("--target nan 3.27 3.26", "--target is nan; it must be above 0."),
         ("--target 3.28 3.27 nan", "A loss is nan: a failed run cannot be averaged"),
-        ("--target 3.28 3.27 3.26 --times 1 -2", "A time is -2.0; it must be above 0 seconds."),
+        ("--target 3.28 3.27 3.26 --times 1 -2", "--times is (1.0, -2.0); every value must be above 0."),
         ("--target 3.28 3.27 3.26 --times 1", "Too few runs for a deviation: 1; it needs at least 2."),
-        ("--target 3.28 3.27 3.26 --alpha 2", "--alpha is 2.0; it must lie between 0 and 0.5."),
+        ("--target 3.28 3.27 3.26 --alpha 2", "--alpha is 2.0; it must be below 0.5."),
     ],
 )
 def test_mistakes_in_stats(line: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:

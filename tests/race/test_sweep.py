@@ -295,7 +295,7 @@ def test_ranges_become_values_of_the_field_s_type() -> None:
         ("--nproc 0", "--nproc is 0; it must be at least 1."),
         ("--nproc 99", "There are 99 ranks, but a step has only"),
         ("--threads 0", "--threads is 0; it must be at least 1."),
-        ("--clock 0 --fix optim.lr=1", "--clock is 0.0; it must be above 0 seconds."),
+        ("--clock 0 --fix optim.lr=1", "--clock is 0.0; it must be above 0."),
         ("--clock 1", "--clock 1 decides the steps; drop schedule.steps"),
         ("--seeds", "--seeds is empty; name at least one"),
         ("--seeds 0 -1", "--seeds is 0 -1; name at least one, none negative."),

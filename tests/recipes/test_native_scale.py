@@ -25,7 +25,7 @@ from torch import Tensor
 from speedrun.data.loader import Batch
 from speedrun.data.shards import TokenFolder
 from speedrun.files import locked
-from speedrun.model.gpt import GPT
+from speedrun.model.gpt import GPT, Documents
 from speedrun.optim.sharded import Comm
 from speedrun.recipes import get_recipe
 from speedrun.train.config import Options, with_fields
@@ -117,7 +117,7 @@ def from_float64(trainer: Trainer, model: GPT, batch: Batch, step: int, features
     model.stretch(stage.windows_so_far)
     row = batch.rows(0, 1)
     windows = stage.windows and stage.windows.for_rows(ROW, torch.device("cpu"))
-    x = model.features(row.inputs, row.doc_ids, windows)
+    x = model.features(row.inputs, None if row.doc_ids is None else Documents(row.doc_ids), windows)
     weight = model.head_weight(stage.tied)
     x_TD = x.detach()[0].requires_grad_()
     own_weight = weight.detach().requires_grad_()

@@ -243,13 +243,51 @@ def test_a_run_keeps_its_arithmetic_when_it_is_resumed(
     assert [f.read_bytes() for f in files[0]] == [f.read_bytes() for f in files[1]]
 
 
+def damage(home: Path, python: Python, monkeypatch: pytest.MonkeyPatch) -> None:
+    home.mkdir()
+    (home / arithmetic.FILE).write_text("{")
+    python.measures([1.0] * 3, [2.0] * 3)
+
+
+def make_read_only(home: Path, python: Python, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPEEDRUN_HOME", "/sys/kernel")  # where not even root makes a file
+    python.measures([1.0] * 3, [2.0] * 3)
+
+
+def let_it_die(home: Path, python: Python, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arithmetic, "lists_amx", lambda: False)
+    python.does("kill -ILL $$")
+
+
+@pytest.mark.parametrize(
+    ("happens", "says"),
+    [
+        (damage, "in bfloat16; HOME/arithmetic.json is damaged"),
+        (make_read_only, "in bfloat16; this cannot be kept for the next time: /sys/kernel/arithmetic.json"),
+        (let_it_die, "(bfloat16 was tried here, and the trial was ended by SIGILL)"),
+    ],
+)
+def test_the_run_goes_on_in_float32_and_says_why(
+    happens: Any, says: str, home: Path, python: Python, tokens: TokenFolder, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(arithmetic, "choose_on_cpu", choose_on_cpu)
+    happens(home, python, monkeypatch)
+    out = tmp_path / "run"
+    assert cli.main(["train", "--data", str(tokens.path), *TINY, "--save", "False", "--out", str(out)]) == 0
+    assert read_run(out).dtype == "float32"
+    (line,) = (line for line in (out / "log.txt").read_text().splitlines() if "arithmetic: " in line)
+    assert says.replace("HOME", str(home)) in line
+    assert capsys.readouterr().err == ""
+
+
 def test_the_optimizers_of_a_run_use_it(tokens: TokenFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from speedrun.optim import Muon
 
     seen = set()
-    step = Muon._step_bucket
+    step = Muon._step_same_shape
     monkeypatch.setattr(
-        Muon, "_step_bucket", lambda self, b, f: (seen.add(self.param_groups[0]["dtype"]), step(self, b, f))[1]
+        Muon, "_step_same_shape", lambda self, b, f: (seen.add(self.param_groups[0]["dtype"]), step(self, b, f))[1]
     )
     for dtype in ("bfloat16", "float32"):
         assert cli.main(["train", "--data", str(tokens.path), *TINY, "--dtype", dtype, "--save", "False"]) == 0

@@ -13,7 +13,7 @@ import pytest
 
 from speedrun import cli
 from speedrun.data.shards import TokenFolder
-from speedrun.recipes import LINEAGE
+from speedrun.recipes import RECIPES
 from speedrun.tracks import TRACKS
 from speedrun.train.runlog import read_result
 from tests.train.tiny import TINY
@@ -55,7 +55,7 @@ def test_nothing_but_training_and_the_checkpoints_asked_for_is_timed(
 ) -> None:
     """A real run by the command line, on stand-ins for the track's tokens and for a recipe of its size."""
     monkeypatch.setitem(TRACKS, track, dataclasses.replace(TRACKS[track], locate=lambda: tokens, val_tokens=900))
-    monkeypatch.setitem(LINEAGE, "adamw", {track: lambda: dataclasses.replace(TINY, name="adamw", track=track)})
+    monkeypatch.setitem(RECIPES, "adamw", {track: lambda: dataclasses.replace(TINY, name="adamw", track=track)})
     out = tmp_path / "run"
     command = f"train --recipe adamw --track {track} --compile False --threads 1 --sample False --out {out} {flags}"
     assert cli.main(shlex.split(command)) == 1  # the target is not reached

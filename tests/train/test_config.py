@@ -7,7 +7,7 @@ import pytest
 
 from speedrun.errors import UserError
 from speedrun.files import from_json
-from speedrun.recipes import LINEAGE, get_recipe
+from speedrun.recipes import RECIPES, get_recipe
 from speedrun.train.config import (
     Recipe,
     differences,
@@ -22,7 +22,7 @@ def recipe_from_dict(stored: dict[str, Any]) -> Recipe:
     return from_json(stored, Recipe, "run.json", "Restore it.")
 
 
-EVERY = [(name, track) for name, sizes in LINEAGE.items() for track in sizes]
+EVERY = [(name, track) for name, sizes in RECIPES.items() for track in sizes]
 
 
 @pytest.mark.parametrize(("name", "track"), EVERY)

@@ -14,6 +14,7 @@ from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError
 from speedrun.model import attention
 from speedrun.train import device, distributed
+from tests.model.test_attention import Falling, Older, hub, offline
 
 
 def test_coordinate_descent_is_asked_of_this_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,8 +129,6 @@ def test_the_launcher_refuses_them_before_any_process_starts(monkeypatch: pytest
         device.check_processes(2, "auto")
     device.check_processes(2, "cpu")
     device.check_processes(1, "cuda")
-    with pytest.raises(UserError, match="--nproc is 0; it must be at least 1"):
-        device.check_processes(0, "cpu")
 
 
 def test_bfloat16_is_refused_on_a_gpu_that_has_no_units_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,26 +140,27 @@ def test_bfloat16_is_refused_on_a_gpu_that_has_no_units_for_it(monkeypatch: pyte
     assert device.choose("cuda", "bfloat16", threads=1, attention="sdpa").dtype == torch.bfloat16
 
 
+MADE_FOR = "Flash Attention 3 is made for this GPU, but cannot be used: "
+NONE = MADE_FOR + "none of the hub's builds works (kernels-community/flash-attn3: "
+
+
 @pytest.mark.parametrize(
-    ("capability", "asked", "says"),
+    ("capability", "asked", "get_kernel", "says"),
     [
-        (
-            (7, 5),
-            "fa3",
-            "Flash Attention 3 needs an NVIDIA Hopper GPU, compute capability 9.x (7.5 here); here there is",
-        ),
-        ((7, 5), "varlen", "torch's varlen_attn needs an NVIDIA GPU, compute capability 8.0 or later (7.5 here); here"),
-        (
-            (8, 9),
-            "fa3",
-            "Flash Attention 3 needs an NVIDIA Hopper GPU, compute capability 9.x (8.9 here); here there is",
-        ),
-        ((9, 0), "fa3", "Flash Attention 3 is made for this GPU, but cannot be used: the package `kernels` cannot be"),
+        ((7, 5), "fa3", None, "Flash Attention 3 needs an NVIDIA Hopper GPU, compute capability 9.x (7.5 here); here"),
+        ((7, 5), "varlen", None, "torch's varlen_attn needs an NVIDIA GPU, compute capability 8.0 or later (7.5 here)"),
+        ((8, 9), "fa3", None, "Flash Attention 3 needs an NVIDIA Hopper GPU, compute capability 9.x (8.9 here); here"),
+        ((9, 0), "fa3", None, MADE_FOR + "the package `kernels` cannot be imported"),
+        ((9, 0), "fa3", offline, NONE + "ConnectionError: cannot reach huggingface.co; varunneal/"),
+        ((9, 0), "fa3", lambda repo, **_: Older(), NONE + "TypeError: another version, whose flash_attn_varlen_func"),
+        ((9, 0), "fa3", lambda repo, **_: Falling(), NONE + "RuntimeError: CUDA error: no kernel image is available;"),
     ],
+    ids=["old", "old, varlen", "Ada", "no package", "no network", "another version", "raises"],
 )
 def test_an_attention_that_this_gpu_cannot_have_costs_a_sentence(
     capability: tuple[int, int],
     asked: str,
+    get_kernel: Any,
     says: str,
     tokens: TokenFolder,
     tmp_path: Path,
@@ -169,7 +169,9 @@ def test_an_attention_that_this_gpu_cannot_have_costs_a_sentence(
 ) -> None:
     Gpus(monkeypatch, 1, capability)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setitem(sys.modules, "kernels", None)
+    hub(monkeypatch, get_kernel)
+    try_out, cpu = attention.try_out, torch.device("cpu")
+    monkeypatch.setattr(attention, "try_out", lambda name, device, *rest: try_out(name, cpu, *rest))
     monkeypatch.chdir(tmp_path)
     assert cli.main(["train", "--recipe", "adamw", "--data", str(tokens.path), "--attention", asked]) == 2
     out, err = capsys.readouterr()

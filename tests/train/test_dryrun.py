@@ -12,15 +12,15 @@ import torch
 from speedrun.data.shards import TokenFolder, write_shard
 from speedrun.errors import UserError
 from speedrun.model.gpt import GPT, GPTConfig, Windows, flops_per_token
-from speedrun.recipes import LINEAGE, get_recipe
+from speedrun.recipes import RECIPES, get_recipe
 from speedrun.tracks import get_track, own_track
 from speedrun.train import dryrun, memory, telemetry
 from speedrun.train.config import Options, Recipe, with_fields
 from speedrun.train.device import choose
-from speedrun.train.dryrun import DryRun, examine, spans_of, turns
+from speedrun.train.dryrun import DryRun, examine, spans, stage_table, turns
 from tests.train.tiny import TINY
 
-EVERY = [(name, track) for name, sizes in LINEAGE.items() for track in sizes]
+EVERY = [(name, track) for name, sizes in RECIPES.items() for track in sizes]
 GIB = 2**30
 
 
@@ -38,37 +38,27 @@ def look(recipe: Recipe, tokens: TokenFolder, out: Path, **options: Any) -> DryR
 
 @pytest.mark.parametrize(("name", "track"), EVERY)
 def test_the_table_of_stages_is_the_schedule(name: str, track: str) -> None:
-    schedule = get_recipe(name, track).schedule
-    spans = spans_of(schedule)
-    assert [s.first for s in spans] == [0, *(s.last + 1 for s in spans[:-1])]
-    assert spans[-1].last == schedule.total - 1
-    assert sum(s.tokens for s in spans) == schedule.tokens
-    for span in spans:
-        for step in {span.first, (span.first + span.last) // 2, span.last}:
-            stage = schedule.at(step)
-            assert (span.rows, span.length, span.windows, span.tied) == (
-                stage.rows,
-                stage.length,
-                stage.windows,
-                stage.tied,
-            )
-            assert len(span.predict) == len(stage.predict)
-        first, last = schedule.at(span.first), schedule.at(span.last)
-        assert (span.lr[0], span.lr[-1]) == (first.lr, last.lr)
-        assert max(span.lr) == max(schedule.at(s).lr for s in range(span.first, span.last + 1))
-        assert span.predict == tuple(zip(first.predict, last.predict, strict=True))
-        assert span.splits == last.splits
-        if first.momentum is not None:
-            assert (span.momentum[0], span.momentum[-1]) == (first.momentum, last.momentum)
-    for before, after in itertools.pairwise(spans):
-        assert schedule.at(before.last).shape != schedule.at(after.first).shape
+    recipe = get_recipe(name, track)
+    schedule = recipe.schedule
+    laid = spans(schedule)
+    assert [stage for stages in laid for stage in stages] == [schedule.at(step) for step in range(schedule.total)]
+    for stages in laid:
+        assert len({(s.rows, s.length, s.windows, s.tied, len(s.predict)) for s in stages}) == 1
+    for before, after in itertools.pairwise(laid):
+        assert before[-1].shape != after[0].shape
+    (heads, *rows), first, last = stage_table(recipe, laid), laid[0], laid[-1]
+    assert [len(row) for row in rows] == [len(heads)] * len(laid)
+    assert rows[0][0] == f"0-{len(first) - 1}"
+    assert rows[-1][:2] == (f"{last[0].step}-{schedule.total - 1}", f"{last[0].rows} x {last[0].length}")
+    assert rows[-1][3].endswith(f"{last[-1].lr:.4g}")
+    assert ("then split" in " ".join(row[-1] for row in rows)) == any(s.splits for stages in laid for s in stages)
 
 
 def test_a_row_of_numbers_is_told_by_where_it_turns() -> None:
-    assert turns([]) == ()
-    assert turns([2.0, 2.0]) == (2.0,)
-    assert turns([0.1, 0.5, 1.0, 1.0, 0.5, 0.0]) == (0.1, 1.0, 0.0)
-    assert turns([1.0, 0.5, 0.7, 0.6]) == (1.0, 0.5, 0.7, 0.6)
+    assert turns([]) == []
+    assert turns([2.0, 2.0]) == [2.0]
+    assert turns([0.1, 0.5, 1.0, 1.0, 0.5, 0.0]) == [0.1, 1.0, 0.0]
+    assert turns([1.0, 0.5, 0.7, 0.6]) == [1.0, 0.5, 0.7, 0.6]
 
 
 # -------------------------------------------------------------------- arithmetic
@@ -124,7 +114,7 @@ def test_memory_that_is_too_small_names_the_way_out(
 ) -> None:
     recipe = with_fields(TINY, {"schedule.rows": 64})
     fitting = look(recipe, tokens, tmp_path)
-    assert fitting.problems == ()
+    assert fitting.problems == []
     m = fitting.memory
 
     def with_memory(left: float, recipe: Recipe = recipe, **options: Any) -> DryRun:
@@ -133,7 +123,7 @@ def test_memory_that_is_too_small_names_the_way_out(
 
     few = with_memory(10.5 * m.row + m.validation)
     assert any("A micro-batch of 64 rows" in p and "pass --micro-rows" in p for p in few.problems)
-    assert with_memory(10.5 * m.row + m.validation, micro_rows=10).problems == ()
+    assert with_memory(10.5 * m.row + m.validation, micro_rows=10).problems == []
 
     wide = with_fields(recipe, {"validation.rows": 512, "schedule.rows": 1})
     (validation,) = with_memory(m.row + 64 * 2**20, wide).problems
@@ -157,8 +147,8 @@ def test_a_full_disk_is_told_and_fewer_checkpoints_help(
     (problem,) = look(TINY, tokens, tmp_path / "not" / "yet", checkpoint_every=5).problems
     assert "Checkpoints take" in problem
     assert "(3 of" in problem
-    assert look(TINY, tokens, tmp_path, checkpoint_every=5, keep=1).problems == ()
-    assert look(TINY, tokens, tmp_path).problems == ()
+    assert look(TINY, tokens, tmp_path, checkpoint_every=5, keep=1).problems == []
+    assert look(TINY, tokens, tmp_path).problems == []
     assert look(TINY, tokens, tmp_path, final_checkpoint=False).checkpoints == 0
 
 
@@ -167,8 +157,8 @@ def test_a_full_disk_is_told_and_fewer_checkpoints_help(
 
 def test_several_rounds_through_ones_own_tokens_are_a_note(tokens: TokenFolder, tmp_path: Path) -> None:
     found = look(with_fields(TINY, {"schedule.steps": 400}), tokens, tmp_path)
-    assert found.problems == ()
-    assert found.notes == ("The run goes through the 20,000 training tokens about 2.6 times.",)
+    assert found.problems == []
+    assert found.notes == ["The run goes through the 20,000 training tokens about 2.6 times."]
 
 
 @pytest.mark.parametrize(("name", "track"), [("interleaved", "short"), ("medium", "medium")])
@@ -180,7 +170,7 @@ def test_a_native_run_says_what_data_is_missing(
     monkeypatch.setattr(dryrun.shutil, "disk_usage", lambda path: dataclasses.make_dataclass("U", ["free"])(10**15))
     recipe, machine = get_recipe(name, track), choose("cpu", "float32", 1)
 
-    def problems() -> tuple[str, ...]:
+    def problems() -> list[str]:
         return examine(recipe, get_track(track), machine, Options(), tmp_path).problems
 
     (missing,) = problems()

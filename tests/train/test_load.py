@@ -95,7 +95,7 @@ def test_threads_sleep_while_others_are_busy_and_spin_again_after_that(monkeypat
         return seconds, work["others"], 0.0
 
     monkeypatch.setattr(load, "GLANCE", 0.02)
-    monkeypatch.setattr(SleepWhileBusy, "_now", staticmethod(now))
+    monkeypatch.setattr(Load, "_now", staticmethod(now))
     before = threading.active_count()
     with SleepWhileBusy(2) as threads:
         for busy in (True, False, True):

@@ -5,7 +5,9 @@ import dataclasses
 import math
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +18,8 @@ from speedrun.data.loader import Batch, Loader
 from speedrun.data.shards import TokenFolder, write_shard
 from speedrun.errors import UserError
 from speedrun.model import flash
+from speedrun.model.gpt import Documents
+from speedrun.optim.finite import NonFiniteGradient
 from speedrun.train import checkpoint
 from speedrun.train.device import choose
 from speedrun.train.loop import Loop
@@ -126,8 +130,8 @@ def test_kernels_that_take_edges_get_those_of_the_batch(
     assert len(edges) > 5, "more documents than rows"
     assert {(*call["edges"], call["longest"]) for call in kernels.calls} == {(*edges, 16)}
     kernels.calls.clear()
-    with torch.no_grad():  # validation
-        trainer.micro_loss(batch, stage)
+    with torch.no_grad():
+        trainer.micro_loss(next(validation_batches(trainer.job, "val")), stage)
     assert {call["longest"] for call in kernels.calls} == {16 if cut else 32}
 
 
@@ -153,11 +157,11 @@ def test_out_of_memory_halves_the_micro_batch_and_goes_on(
     tight = tiny_trainer(tokens, tmp_path / "tight")
     compute, calls = tight.loss_of, []
 
-    def greedy(inputs: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+    def greedy(inputs: torch.Tensor, *rest: Any, **choices: Any) -> torch.Tensor:
         calls.append(len(inputs))
         if torch.is_grad_enabled() and len(inputs) > 1 and len(calls) > 6:  # once the warm-up is over
             raise error
-        return compute(inputs, *rest)
+        return compute(inputs, *rest, **choices)
 
     tight.loss_of = greedy
     Loop(tight).run()
@@ -170,7 +174,7 @@ def test_out_of_memory_halves_the_micro_batch_and_goes_on(
 def test_out_of_memory_with_one_row_says_what_to_do(tokens: TokenFolder, tmp_path: Path) -> None:
     trainer = tiny_trainer(tokens, tmp_path / "run", micro_rows=1)
 
-    def greedy(*_: torch.Tensor) -> torch.Tensor:
+    def greedy(*_: Any, **__: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("injected")
 
     trainer.loss_of = greedy
@@ -181,7 +185,7 @@ def test_out_of_memory_with_one_row_says_what_to_do(tokens: TokenFolder, tmp_pat
 def test_other_runtime_errors_are_not_swallowed(tokens: TokenFolder, tmp_path: Path) -> None:
     trainer = tiny_trainer(tokens, tmp_path / "run")
 
-    def broken(*_: torch.Tensor) -> torch.Tensor:
+    def broken(*_: Any, **__: Any) -> torch.Tensor:
         raise RuntimeError("shapes do not match")
 
     trainer.loss_of = broken
@@ -211,6 +215,26 @@ def test_a_loss_that_is_not_finite_fails_the_run_before_the_weights_change(
     assert saved is not None
     assert saved.step == 4
     assert all(torch.isfinite(t).all() for t in saved.tensors.values())
+
+
+def test_a_gradient_of_the_last_step_that_was_not_finite_fails_the_run(
+    tokens: TokenFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several GPUs, which learn of it when they agree about the next step."""
+    trainer = tiny_trainer(tokens, tmp_path / "run")
+    agree, calls = trainer.optimizer.agree, []
+
+    def late(numbers: Sequence[float] = ()) -> list[float]:
+        calls.append(numbers)
+        if len(calls) == 2 + 6:  # after the warm-up's 2 steps, step 5
+            raise NonFiniteGradient("A gradient of the previous step was not finite (NaN or infinite)")
+        return agree(numbers)
+
+    monkeypatch.setattr(trainer.optimizer, "agree", late)
+    result = Loop(trainer).run()
+    assert result.status == "failed"
+    assert len(read_metrics(tmp_path / "run", "train")) == 5
+    assert "A gradient of the previous step was not finite" in result.reason
 
 
 def test_a_resumed_run_has_the_same_bits(tokens: TokenFolder, tmp_path: Path) -> None:
@@ -301,10 +325,24 @@ def test_document_boundaries_follow_the_starts() -> None:
     assert batch.doc_ids.dtype == torch.int64
     assert batch.cu_seqlens.tolist() == [0, 2, 5, 6, 12] == flash.edges_of(batch.doc_ids).tolist()
     assert batch.cu_seqlens.dtype == torch.int32
-    assert batch.rows(1, 2).cu_seqlens.tolist() == [0, 6]
     assert batch.rows(0, 0).cu_seqlens.tolist() == [0]
     stream = Batch(ids, ids, None, {})
     assert stream.doc_ids is stream.cu_seqlens is None
+
+
+def test_document_boundaries_of_one_shape_have_one_length() -> None:
+    """Padded by empty documents; doubled where the data has more documents than are usual."""
+    ids = torch.zeros(2, 600, dtype=torch.long)
+
+    def offsets(first: int, max_document: int | None = None) -> list[int]:
+        return Batch(ids, ids, (np.arange(first), np.array([0])), {}, max_document).cu_seqlens.tolist()
+
+    assert offsets(1) == [0, 600] + [1200] * 7  # 2 rows of 3 pieces of 256 tokens or less, and 1 more each
+    assert offsets(7) == [*range(7), 600, 1200], "just fits"
+    assert offsets(8) == [*range(8), 600] + [1200] * 8
+    assert [len(offsets(n)) for n in (16, 17, 32, 33)] == [33, 33, 65, 65]
+    assert offsets(1, max_document=200) == [0, 600] + [1200] * 11
+    assert Batch(ids, ids, (np.arange(9),) * 2, {}, 200).rows(1, 2).cu_seqlens.tolist() == [*range(9)] + [600] * 4
 
 
 def test_rows_are_dealt_whole_and_as_evenly_as_they_go() -> None:
@@ -342,7 +380,7 @@ def test_without_a_compiler_it_goes_on_and_says_so(
 def test_a_compiler_that_fails_is_replaced_by_eager(tokens: TokenFolder, tmp_path: Path) -> None:
     trainer = tiny_trainer(tokens, tmp_path / "run")
 
-    def broken(*_: object) -> torch.Tensor:
+    def broken(*_: object, **__: object) -> torch.Tensor:
         raise RuntimeError("the compiler crashed")
 
     trainer.loss_of = broken
@@ -355,7 +393,7 @@ def test_on_a_gpu_a_compiler_that_fails_is_an_error(
 ) -> None:
     """At the records' size the eager model would not even fit."""
     trainer = tiny_trainer(tokens, tmp_path / "run")
-    trainer.loss_of = lambda *_: torch.zeros(())
+    trainer.loss_of = lambda *_, **__: torch.zeros(())
     trainer.device = torch.device("cuda:0")
 
     def broken(*_: object) -> float:
@@ -408,7 +446,7 @@ def test_a_long_document_is_validated_as_far_as_the_window_reaches(cut: bool, re
         stage = trainer.recipe.schedule.after(trainer.recipe.schedule.total)
         assert stage.windows is not None
         with torch.no_grad():
-            features.append(trainer.model.features(batch.inputs, batch.doc_ids, stage.windows)[0])
+            features.append(trainer.model.features(batch.inputs, Documents(batch.doc_ids), stage.windows)[0])
             batch.targets[0, :2100] = batch.targets[0, 2500:] = -1
             losses.append(float(trainer.micro_loss(batch, stage)))
     changed = (features[0] != features[1]).any(dim=1).nonzero().flatten()

@@ -198,13 +198,6 @@ def test_nan_and_inf_are_strings_in_the_file_and_floats_for_us(run: RunFolder) -
     assert (read["up"], read["down"]) == (math.inf, -math.inf)
 
 
-@pytest.mark.parametrize("bad", [{"kind": "train"}, {"step": 1}, {"step": 1, "kind": "x"}, {"step": 1.0, "kind": "val"},
-                                 {"step": True, "kind": "val"}])  # fmt: skip
-def test_a_line_without_step_or_kind_is_a_bug(run: RunFolder, bad: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="a metric has"):
-        run.metric(bad)
-
-
 def test_kinds_are_read_apart_and_a_torn_line_does_not_count(run: RunFolder) -> None:
     run.metric({"step": 0, "kind": "train", "loss": 1.0, "lr": 1.0, "time": 0.5})
     run.metric({"step": 1, "kind": "val", "loss": 1.0, "losses": {}, "time": 0.5})

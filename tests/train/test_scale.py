@@ -1,5 +1,6 @@
 """The scale of gradients: the sum of the records and the mean train alike but for eps, and 8-bit scales must fit."""
 
+import contextlib
 import math
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError
 from speedrun.race.race import side
 from speedrun.race.sweep import Range
-from speedrun.recipes import LINEAGE, get_recipe
+from speedrun.recipes import RECIPES, get_recipe
 from speedrun.train import scale
 from speedrun.train.config import Recipe, with_fields
 from speedrun.train.loop import Loop
@@ -47,7 +48,7 @@ def test_the_backward_pass_starts_from_the_sum_and_the_optimizer_gets_the_eighth
     seen: dict[str, torch.Tensor] = {}
     trainer = tiny_trainer(tokens, tmp_path / "run", {"optim.reference_ranks": 8})
     stage = trainer.recipe.schedule.at(0)
-    with Loop(trainer).batches() as batches:
+    with contextlib.closing(Loop(trainer).batches()) as batches:
         batch = batches.next()
     head = trainer.model.head
     assert head is not None
@@ -90,7 +91,7 @@ def native(**changes: Any) -> Recipe:
     return with_fields(get_recipe("interleaved", "short"), {k.replace("__", "."): v for k, v in changes.items()})
 
 
-@pytest.mark.parametrize(("name", "track"), [(name, track) for name, sizes in LINEAGE.items() for track in sizes])
+@pytest.mark.parametrize(("name", "track"), [(name, track) for name, sizes in RECIPES.items() for track in sizes])
 def test_the_scales_of_every_recipe_fit(name: str, track: str) -> None:
     scale.check(get_recipe(name, track))
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import speedrun
 from speedrun.cli.words import dispatch
-from speedrun.errors import RankLost, Terminated, UserError, speaks
+from speedrun.errors import Terminated, UserError, speaks
 from speedrun.train.progress import status
 
 # The room under cli/ that has a command, as a function of the same name, and what `--help` says. A room is imported
@@ -74,10 +74,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if speaks(e):
             print(f"speedrun: {' '.join(str(e).splitlines())}", file=sys.stderr)
         return 2
-    except RankLost as e:
-        if not e.told:
-            print(f"speedrun: {e}; all ranks end.", file=sys.stderr)
-        return 1
     except KeyboardInterrupt as e:
         print("speedrun: stopped", file=sys.stderr)
         return 128 + (signal.SIGTERM if isinstance(e, Terminated) else signal.SIGINT)

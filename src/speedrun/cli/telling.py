@@ -7,11 +7,13 @@ from typing import Annotated
 
 import torch
 import tyro
+from msgspec import Meta
 from rich.table import Column, Table
 
 from speedrun import doctor as doctor_room
 from speedrun import gpu_report
 from speedrun import sample as sample_room
+from speedrun.checks import Count, NotNegative, Positive
 from speedrun.cli.training import Machinery
 from speedrun.cli.words import dispatch, grid, parse, say
 from speedrun.data import encode, fineweb, pocket
@@ -20,7 +22,7 @@ from speedrun.errors import UserError, nearest
 from speedrun.files import write_atomic
 from speedrun.model.gpt import count_parameters
 from speedrun.options import unset
-from speedrun.recipes import DEFAULT, LINEAGE, default_for, get_recipe
+from speedrun.recipes import DEFAULT, RECIPES, default_for, get_recipe
 from speedrun.report.schedules import schedule_svg
 from speedrun.tracks import TRACKS, get_track
 from speedrun.train.config import Options, Recipe, fields_of, meanings
@@ -75,7 +77,7 @@ def recipes(args: Sequence[str]) -> int:
     )
     if given.action == "list":
         rows = [("recipe", "sizes", "what")]
-        for name, sizes in LINEAGE.items():
+        for name, sizes in RECIPES.items():
             called = name + (" (default)" if name == DEFAULT else "")
             rows.append((called, ", ".join(sizes), next(iter(sizes.values()))().about))
         grid(rows)
@@ -143,9 +145,9 @@ class Encode:
     """The token folder to make."""
     tokenizer: str = "pocket"
     """`pocket`, `gpt2`, or the path of a tokenizer.json."""
-    val_fraction: float = 0.05
+    val_fraction: Annotated[float, Meta(gt=0, lt=1)] = 0.05
     """Share of the documents that become the validation split."""
-    processes: Annotated[int | None, unset("INT")] = None
+    processes: Annotated[Positive | None, unset("INT")] = None
     """Worker processes; default: one per usable core. Does not change the result."""
 
 
@@ -225,13 +227,13 @@ class Sample:
     """A run folder."""
     prompt: str = ""
     """How the text begins."""
-    tokens: int = 200
+    tokens: Count = 200
     """Longest continuation, in tokens; it ends earlier where the model ends the document."""
-    temperature: float = 0.8
+    temperature: NotNegative = 0.8
     """How much chance there is in the choice; 0 always takes the likeliest token."""
-    top_k: Annotated[int | None, tyro.conf.arg(metavar="INT|None")] = 50
+    top_k: Annotated[Positive | None, tyro.conf.arg(metavar="INT|None")] = 50
     """Choose among so many likeliest tokens; None: all."""
-    seed: int = 0
+    seed: Count = 0
     """Another seed, another text."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps."""
@@ -267,9 +269,9 @@ class Doctor:
     """With --gpu-report: whose steps; `speedrun recipes` lists them."""
     track: str = "short"
     """With --gpu-report: in which size."""
-    steps: int = 5
+    steps: Positive = 5
     """With --gpu-report: timed steps of each kind."""
-    nproc: int = 1
+    nproc: Positive = 1
     """With --gpu-report: processes, one for each GPU."""
     compile: bool = True
     """With --gpu-report: use torch.compile."""
@@ -281,8 +283,6 @@ class Doctor:
 def doctor(args: Sequence[str]) -> int:
     given: Doctor = parse(Doctor, "doctor", args, about="What this machine will use and why; what is missing.")
     recipe = get_recipe(given.recipe, given.track) if given.gpu_report else get_recipe(DEFAULT, "pocket")
-    if given.steps < 1:
-        raise UserError(f"--steps is {given.steps}; it must be at least 1.")
     if given.nproc != 1 and not given.gpu_report:
         raise UserError(f"--nproc {given.nproc} goes with --gpu-report; drop it.")
     if given.gpu_report and given.machine.device == "auto" and not torch.cuda.is_available():
@@ -313,7 +313,11 @@ def doctor(args: Sequence[str]) -> int:
             for problem in problems_of(memory_of(recipe, machine, options, given.nproc), recipe):
                 raise UserError(problem)
         with joined(machine.device) as (comm, _):
-            gpu_report.write(recipe, machine, options, comm, findings, given.out, given.steps, say, grid)
+            for title, lines, text in gpu_report.report(recipe, machine, options, comm, findings, given.steps):
+                if comm.rank == 0:
+                    write_atomic(given.out, text)  # it grows: a crash leaves what was measured before
+                    say(f"\n{title}")
+                    grid(lines)
         if is_first():
             say(f"report       {given.out}")
     return 0

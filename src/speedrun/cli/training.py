@@ -2,7 +2,7 @@
 
 import dataclasses
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import tyro
 
 from speedrun import sample as sample_room
+from speedrun.checks import AboveZero, Count, Positive
 from speedrun.cli.words import grid, option, parse, say, with_value
 from speedrun.data.loader import LoaderConfig
 from speedrun.errors import UserError
@@ -26,7 +27,6 @@ from speedrun.train.config import Options, PublishedCurve, Recipe, ValidationCon
 from speedrun.train.device import CompilerConfig, Machine, by_name, check_processes, choose
 from speedrun.train.distributed import PATIENCE, is_first, launch, may_restart, ranks, restarted
 from speedrun.train.gpus import GPUS
-from speedrun.train.memory import gib
 from speedrun.train.optimizers import OptimConfig
 from speedrun.train.progress import status
 from speedrun.train.runlog import read_result, read_run
@@ -57,7 +57,14 @@ class Machinery:
     def choose(self, recipe: Recipe) -> Machine:
         tokens = max(stage.tokens for stage in recipe.schedule.visits())
         return choose(
-            self.device, self.dtype, self.threads, self.attention, recipe.model, tokens, self.memory, self.deterministic
+            self.device,
+            self.dtype,
+            self.threads,
+            self.attention,
+            recipe.model,
+            tokens,
+            memory=self.memory,
+            deterministic=self.deterministic,
         )
 
 
@@ -73,7 +80,7 @@ class Train:
     """A folder made by `speedrun data encode`, instead of a track's tokens."""
     target: Annotated[float | None, unset("FLOAT")] = None
     """With --data: the validation loss to reach, in nats per token; default: none."""
-    seed: int = 0
+    seed: Count = 0
     """Draws the initial weights and the order of documents."""
     steps: Annotated[int | None, unset("INT")] = None
     """Steps of the run, with everything in the schedule that is counted in steps scaled along; default: the recipe's.
@@ -83,17 +90,17 @@ class Train:
     resume: Annotated[str | None, unset("PATH|auto")] = None
     """A run folder to continue, with the flags it was started with.
     `auto`: the one at --out, or else the newest unfinished one under runs/ that fits; a new run if there is none."""
-    checkpoint_every: Annotated[int | None, unset("INT")] = None
+    checkpoint_every: Annotated[Count | None, unset("INT")] = None
     """Steps between checkpoints, inside the clock; 0: only at the end. Default: at each validation on the pocket track
     and on your own data, 0 on the short and medium tracks."""
-    keep: int = 2
+    keep: Positive = 2
     """Checkpoints kept on disk."""
-    micro_rows: Annotated[int | None, unset("INT")] = None
+    micro_rows: Annotated[Positive | None, unset("INT")] = None
     """Rows per forward pass; default: the whole batch. Halves itself when memory runs out."""
     compile: Annotated[bool | None, unset("{True,False}")] = None
     """Use torch.compile, which `--no-compile` turns off. Default: where it works, unless a run on a CPU is so short
     that it is sooner done without."""
-    val_tokens: Annotated[int | None, unset("INT")] = None
+    val_tokens: Annotated[Positive | None, unset("INT")] = None
     """Validate on the first so many tokens alone, to try something quickly: such a loss is not compared with the
     target. Default: what the track says."""
     save: bool = True
@@ -104,17 +111,17 @@ class Train:
     """Also measure the loss on the shadow split at the end, outside the clock: for proof, never for tuning."""
     plan: Annotated[str | None, unset("SHA256")] = None
     """Set by `speedrun race`: the sha256 of the plan that this run belongs to."""
-    nproc: int = 1
+    nproc: Positive = 1
     """Processes on this machine that train together. For several machines: `torchrun ... -m speedrun train`."""
-    max_restarts: int = 0
+    max_restarts: Count = 0
     """With --nproc: how often a run that lost a process goes on by itself, from its last checkpoint."""
-    patience: float = PATIENCE
+    patience: AboveZero = PATIENCE
     """With several processes: seconds that they wait for one that hangs; four times as long while they compile."""
     backend: str = "auto"
     """With several processes: auto, gloo or nccl."""
     order: str = "eager"
     """With several processes: in which order a step exchanges and computes: eager, interleaved or plain."""
-    trace: int = 0
+    trace: Count = 0
     """Record so many steps by torch.profiler, a file per process in the run folder. `--trace` alone: 20 steps."""
     curve: Annotated[str | None, unset("NAME|none")] = None
     """A record whose published validation losses are shown beside the run's own: normuon, interleaved...
@@ -173,7 +180,8 @@ def train(args: Sequence[str]) -> int:
         base = get_recipe(option(args, "recipe") or default_for(track_name), track_name)
         default = Train.from_recipe(base)
     given: Train = parse(Train, "train", args, default, "Train one model to a track's target; leaves a run folder.")
-    check_options(given)
+    if given.order not in ORDERS:
+        raise UserError(f"--order is {given.order!r}; it must be one of: {', '.join(ORDERS)}.")
     recipe = given.resolved(base)
     if given.steps is not None:
         if option(args, "schedule.steps"):
@@ -205,18 +213,6 @@ def train(args: Sequence[str]) -> int:
             args = [*args, "--dtype", arithmetic_for(recipe, machine.device, machine.threads, given.nproc)]
         return launch(given.nproc, ["train", *args], given.max_restarts)
     return run_training(given, recipe, track, curve)
-
-
-def check_options(given: Train) -> None:
-    """Refuse values that no run can have, before there are processes or folders."""
-    for name, least in (("checkpoint_every", 0), ("keep", 1), ("micro_rows", 1), ("trace", 0), ("val_tokens", 1)):
-        value = getattr(given, name)
-        if value is not None and value < least:
-            raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}.")
-    if not 0 <= given.seed < 2**63:
-        raise UserError(f"--seed is {given.seed}; it must lie between 0 and 2**63 - 1.")
-    if given.order not in ORDERS:
-        raise UserError(f"--order is {given.order!r}; it must be one of: {', '.join(ORDERS)}.")
 
 
 def run_training(given: Train, recipe: Recipe, track: Track, curve: PublishedCurve | None) -> int:
@@ -267,9 +263,7 @@ def run_training(given: Train, recipe: Recipe, track: Track, curve: PublishedCur
         curve=curve,
     )
     if given.dry_run:
-        found = dryrun.examine(recipe, track, machine, options, given.out or Path("runs"), given.nproc)
-        status.stop()
-        return dry_run(found)
+        return dry_run(given, recipe, track, machine, options)
     if where is not None:
         outcome = run_room.resume(where, recipe, track, machine, options)
     else:
@@ -342,68 +336,25 @@ def summarize(outcome: run_room.Outcome, given: Train, device: Any) -> int:
     return 0 if target is None or outcome.reached else 1
 
 
-def dry_run(found: dryrun.DryRun) -> int:
+def dry_run(given: Train, recipe: Recipe, track: Track, machine: Machine, options: Options) -> int:
     """Everything known beforehand, in tables; what does not fit comes last, as an error."""
-    size, recipe, memory = gib, found.recipe, found.memory
-
-    def over(values: Iterable[float]) -> str:
-        return " > ".join(f"{value:.4g}" for value in values) or "-"
-
-    count = sum(kind.parameters for kind in found.kinds)
-    say(f"{recipe.name} at {recipe.track} size: {count / 1e6:.2f} M parameters, nothing is trained\n")
-    rows = [("parameters", "trained by", "tensors", "number", "learning rate", "weights", "state")]
-    for k in found.kinds:
-        rate = f"{k.lr:.4g}" + (f" ({k.multiplier:.4g}x)" if round(k.multiplier, 9) != 1 else "")
-        rows.append((k.kind, k.optimizer, f"{k.tensors}", f"{k.parameters:,}", rate, size(k.weights), size(k.state)))
-    grid(rows)
+    found = dryrun.examine(recipe, track, machine, options, given.out or Path("runs"), given.nproc)
+    status.stop()
+    say(f"{recipe.name} at {recipe.track} size: {found.count / 1e6:.2f} M parameters, nothing is trained\n")
+    grid(found.parameters)
     if recipe.optim.snoo.k:
         say(f"Snoo around all of them, every {recipe.optim.snoo.k} steps; the state holds its copies.")
     say(f"\n{recipe.schedule.tokens:,} training tokens in {recipe.schedule.total:,} steps")
-    rows = [("steps", "rows x length", "windows", "lr factor", "momentum", "loss weights", "head")]
-    for s in found.spans:
-        windows = "-" if s.windows is None else f"{s.windows.short}, {s.windows.long}"
-        weights = ", ".join(over(dict.fromkeys(pair)) for pair in s.predict)
-        head = "tied" if recipe.model.tied and (s.tied or not recipe.model.split) else "its own"
-        head += ", then split" if s.splits else ""
-        steps = f"{s.first}-{s.last}"
-        rows.append((steps, f"{s.rows} x {s.length}", windows, over(s.lr), over(s.momentum), weights, head))
-    grid(rows)
-    kept = f"for {memory.rows} row{'s' * (memory.rows > 1)} at once, "
-    kept += "from the compiled graph" if memory.measured else "an estimate, not compiled"
-    if memory.measured is None:
-        kept = "not measured"
-    when = "not at the same time as activations" + ("" if memory.measured else ", an estimate")
-    say("\nmemory" + (f" of each of {found.ranks} processes" if found.ranks > 1 else ""))
-    taken = [
-        ("weights", memory.weights, "with rotary tables"),
-        ("gradients", memory.gradients, ""),
-        ("optimizer state", memory.optimizer, "when it is fullest"),
-        ("transfers", memory.transfers, "where gradients of all processes are put together"),
-        ("copy of weights", memory.warm_up, "during the warm-up"),
-        ("this program", memory.process, ""),
-        ("activations", memory.activations, kept),
-        ("validation", memory.validation, when),
-        ("together", memory.total, "of " + ("?" if memory.usable is None else size(memory.usable))),
-    ]
-    grid([(what, size(many) if many else "?", why) for what, many, why in taken if many or what == "activations"])
-    say(f"\ndisk         {found.checkpoints} x {size(found.checkpoint)} of checkpoints, {size(found.disk_free)} free")
-    per_token = found.flops / recipe.schedule.tokens
-    say(f"arithmetic   {per_token / 1e9:.3g} GFLOP per token, {found.flops:.3g} FLOP in all, without the optimizer's")
-    seconds, valid = found.seconds(found.flops), found.seconds(found.validation_flops or 0)
-    if found.flops_per_second is None or seconds is None:
-        say("time         not known: the device is not here")
-    else:
-        say(f"matmuls      {found.flops_per_second / 1e9:,.0f} GFLOP/s, measured here just now")
-        beside = f", and about {dryrun.duration(valid)} for validation outside the clock" if valid else ""
-        say(f"time         about {dryrun.duration(seconds)}{beside}")
-        say(
-            f"             (an estimate: a training step gets about {dryrun.ATTAINABLE:g} of the speed of bare matmuls)"
-        )
-    for note in found.notes:
-        say(f"note         {note}")
+    grid(found.stages)
+    say("\nmemory" + (f" of each of {given.nproc} processes" if given.nproc > 1 else ""))
+    grid(dryrun.memory_table(found.memory))
+    say("\n" + "\n".join([*found.lines, *(f"note         {note}" for note in found.notes)]))
     if found.problems:
         raise UserError("This run does not fit: " + " ".join(found.problems))
-    if found.unknown:
-        raise UserError(f"It is not known whether this run fits: {found.unknown}")
+    if found.memory.measured is None:
+        raise UserError(
+            f"It is not known whether this run fits: what a row of this recipe needs on {machine.device_reason} was "
+            "not measured; the table has the native recipes as they are. Ask again on such a machine."
+        )
     say("fits         as far as can be known beforehand")
     return 0

@@ -7,6 +7,7 @@ from typing import Any, get_type_hints
 import tyro
 from rich.console import Console
 
+from speedrun.checks import check_options
 from speedrun.errors import UserError, nearest
 
 console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
@@ -24,7 +25,7 @@ def parse(kind: type, command: str, args: Sequence[str], default: Any = None, ab
             flag = name.replace("_", "-")
             args = with_value(args, flag)
             args = [word for arg in args for word in ((f"--{flag}", "False") if arg == f"--no-{flag}" else (arg,))]
-    return tyro.cli(
+    given = tyro.cli(
         kind,
         prog=f"speedrun {command}",
         args=list(args),
@@ -32,6 +33,8 @@ def parse(kind: type, command: str, args: Sequence[str], default: Any = None, ab
         config=(tyro.conf.FlagConversionOff,),
         **extra,
     )
+    check_options(given)
+    return given
 
 
 def option(args: Sequence[str], name: str) -> str | None:

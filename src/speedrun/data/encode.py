@@ -47,12 +47,6 @@ def encode_files(
 
     The result does not depend on `processes`. An older token folder at `out` is replaced.
     """
-    if not 0 < val_fraction < 1:
-        raise UserError(f"val_fraction is {val_fraction}, but must lie between 0 and 1.")
-    if shard_tokens < 2:
-        raise UserError(f"shard_tokens is {shard_tokens}, but must be at least 2.")
-    if processes < 1:
-        raise UserError(f"processes is {processes}, but must be at least 1.")
     loaded = Tokenizer.load(tokenizer)
     if loaded.vocab_size > LARGEST_VOCABULARY:
         raise UserError(

@@ -16,6 +16,7 @@ on nothing else: every rank makes the same ones, and takes its share of the rows
     batch = loader.next(rows=8, length=1024)
 """
 
+import math
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,6 +34,7 @@ from speedrun.data.shards import open_shard
 from speedrun.errors import UserError
 
 IGNORED = -1  # the target of a position that is not counted
+USUAL_DOCUMENT = 256  # tokens; the documents of a batch are longer on average
 OPEN_SHARDS = 8  # how many shards keep their document index in memory
 
 Packing = Literal["stream", "documents"]
@@ -62,10 +64,12 @@ class Batch:
     """Per row the offsets (int64, ascending, first 0) where a piece begins; None for stream packing."""
     state: dict[str, Any]
     """State of the loader after this batch, for checkpoints."""
+    max_document: int | None = None
+    """No piece is longer; None: a row's length."""
 
     def rows(self, begin: int, end: int) -> "Batch":
         doc_starts = None if self.doc_starts is None else self.doc_starts[begin:end]
-        return Batch(self.inputs[begin:end], self.targets[begin:end], doc_starts, self.state)
+        return Batch(self.inputs[begin:end], self.targets[begin:end], doc_starts, self.state, self.max_document)
 
     @property
     def counted(self) -> int:
@@ -74,12 +78,19 @@ class Batch:
 
     @property
     def cu_seqlens(self) -> torch.Tensor | None:
-        """(pieces + 1,) int32: where each piece begins in the rows laid end to end, and where the last one ends."""
+        """int32: where each piece begins in the rows laid end to end, and the end, once for each empty piece after it.
+
+        Empty pieces make batches of one shape alike: the usual number has room for pieces of USUAL_DOCUMENT tokens and
+        for the cuts of `max_document`. Any data may have more, so it doubles until they fit.
+        """
         if self.doc_starts is None:
             return None
         rows, length = self.inputs.shape
-        begins = [starts + row * length for row, starts in enumerate(self.doc_starts)]
-        return torch.from_numpy(np.concatenate([*begins, [rows * length]]).astype(np.int32))
+        begins = np.concatenate([[0], *(starts + row * length for row, starts in enumerate(self.doc_starts))])[1:]
+        room = rows * (math.ceil(length / USUAL_DOCUMENT) + math.ceil(length / (self.max_document or length)))
+        while room < len(begins):
+            room *= 2
+        return torch.from_numpy(np.pad(begins, (0, room + 1 - len(begins)), constant_values=rows * length)).int()
 
     @property
     def doc_ids(self) -> torch.Tensor | None:
@@ -226,7 +237,8 @@ class Loader:
         if len(parts) > 1:
             inputs, targets = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
         starts = tuple(start for part in parts for start in part[2]) if self._packed else None
-        return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), starts, self.state_dict())
+        longest = self.config.max_document
+        return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), starts, self.state_dict(), longest)
 
     # --- shards ---
 
@@ -311,12 +323,6 @@ class Prefetcher:
         """Stop the thread and wait for it. May be called twice."""
         self._pool.shutdown(cancel_futures=True)
 
-    def __enter__(self) -> "Prefetcher":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def validation_batches(
     shards: Sequence[Path],
@@ -360,4 +366,5 @@ def validation_batches(
             inner = np.append(inner, end - begin) if end - begin < size else inner  # padding is a piece of its own
             starts = tuple(piece_starts(inner, rows, length, max_document or length))
         shape = rows, length
-        yield Batch(torch.from_numpy(inputs.reshape(shape)), torch.from_numpy(targets.reshape(shape)), starts, {})
+        found = torch.from_numpy(inputs.reshape(shape)), torch.from_numpy(targets.reshape(shape))
+        yield Batch(*found, starts, {}, max_document)

@@ -22,7 +22,7 @@ from speedrun.model.flash import attend_flash, edges_of, row_edges
 Backend = Literal["fa3", "varlen", "sdpa"]
 NAMES = {"fa3": "Flash Attention 3", "varlen": "torch's varlen_attn"}
 CURES = {
-    "fa3": "to get it, pip install 'speedrun[gpu]' and let this machine reach the Hugging Face hub once",
+    "fa3": "to get it, pip install 'speedrun[gpu]' and let this machine reach the Hugging Face hub",
     "varlen": "to get it, install a build of torch that has Flash Attention for this GPU",
 }
 MIN_BLOCK = 32  # shorter blocks cost more in small matrix products than they save
@@ -126,6 +126,19 @@ def reason(name: Backend, device: torch.device, lacks: dict[str, str]) -> str:
 # -------------------------------------------------------------------------------------------- masks
 
 
+class Documents(NamedTuple):
+    """Which positions belong together: attention stays inside a document. A row begins a document."""
+
+    ids_BT: Tensor
+    """The number of each position's document; numbers rise along a row."""
+    cu_seqlens: Tensor | None = None
+    """int32: where documents begin in the rows laid end to end, then where the last one ends, once or several times.
+
+    Some backends ask for it (`takes_edges`). None: it is counted, which a compiled graph cannot do."""
+    longest: int | None = None
+    """No document has more tokens; None: a row's."""
+
+
 class AttentionMask(NamedTuple):
     """Which keys a query may look at, in one forward pass: made once, and shared by all layers."""
 
@@ -141,19 +154,15 @@ def attention_mask(
     T: int,
     device: torch.device,
     windows: Iterable[int | Tensor | None],
-    documents_BT: Tensor | None = None,
-    *,
-    edges: Tensor | None = None,
-    longest: int | None = None,
+    documents: Documents | None = None,
 ) -> AttentionMask:
-    """`edges` are those of `documents_BT`, where the caller has them: inside a graph documents cannot be counted.
-
-    `longest` is the most tokens of a document; None: a row's.
-    """
+    """Without `documents` every row is one."""
     if takes_edges(backend):
-        if edges is None:
-            edges = row_edges(B, T, device) if documents_BT is None else edges_of(documents_BT)
-        return AttentionMask(backend, {}, edges, min(T, longest or T))
+        if documents is None:
+            return AttentionMask(backend, {}, row_edges(B, T, device), T)
+        edges = edges_of(documents.ids_BT) if documents.cu_seqlens is None else documents.cu_seqlens
+        return AttentionMask(backend, {}, edges, min(T, documents.longest or T))
+    documents_BT = None if documents is None else documents.ids_BT
     return AttentionMask(backend, {window: plain_mask(T, device, documents_BT, window) for window in windows})
 
 
@@ -208,7 +217,8 @@ def attend(
     """
     B, T = q_BTHK.shape[:2]
     if shared is None:
-        shared = attention_mask(backend, B, T, q_BTHK.device, [window], documents_BT=documents_BT)
+        documents = None if documents_BT is None else Documents(documents_BT)
+        shared = attention_mask(backend, B, T, q_BTHK.device, [window], documents)
     if shared.backend == "sdpa":
         mask = shared.masks[window]
         if isinstance(window, int) and local(T, window):
@@ -279,20 +289,11 @@ def local_mask(T: int, device: torch.device, documents_BT: Tensor | None, window
 
 
 def attend_locally(
-    q_BTHK: Tensor,
-    k_BTHK: Tensor,
-    v_BTHK: Tensor,
-    *,
-    window: int,
-    documents_BT: Tensor | None = None,
-    mask: Tensor | None = None,
-    scale: float | None = None,
+    q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, *, window: int, mask: Tensor, scale: float | None = None
 ) -> Tensor:
     """The same for a short window, block by block: tokens * (window + block) scores instead of tokens * tokens."""
     B, T, H, K = q_BTHK.shape
     block, before = blocks_of(window)
-    if mask is None:
-        mask = local_mask(T, q_BTHK.device, documents_BT, window)
     q, k, v = (split(x, block) for x in (q_BTHK, k_BTHK, v_BTHK))
     n = q.shape[1]
     if len(mask) != B * n:

@@ -14,14 +14,16 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from speedrun.model.attention import AttentionMask, Backend, attention_mask
+from speedrun.model.attention import AttentionMask, Backend, Documents, attention_mask
 from speedrun.model.block import AttentionArgs, Block, WindowData, Windows, gate, norm, previous_token, shift_tokens
 from speedrun.model.config import GPTConfig
 from speedrun.model.embeddings import lookup
 from speedrun.model.head import logits_of, loss_sum, targets_ahead
 from speedrun.model.rotary import frequencies, rotary_tables, stretched
 
-__all__ = ["GPT", "MATRICES", "TABLES", "GPTConfig", "Role", "Windows", "count_parameters", "flops_per_token"]
+__all__ = [
+    "GPT", "MATRICES", "TABLES", "Documents", "GPTConfig", "Role", "Windows", "count_parameters", "flops_per_token",
+]  # fmt: skip
 
 Role = Literal[
     "embed", "head", "embed2", "values", "attention_qkv", "attention_out", "mlp_up", "mlp_down",
@@ -166,24 +168,23 @@ class GPT(nn.Module):
         self,
         ids_BT: Tensor,
         targets_BT: Tensor,
-        documents_BT: Tensor | None = None,
+        documents: Documents | None = None,
+        *,
         windows: Windows | WindowData | None = None,
         predict_M: Tensor | None = None,
         tied: bool = True,
-        edges: Tensor | None = None,
-        longest: int | None = None,
     ) -> Tensor:
         """Sum of the losses of all counted targets (-1 = not counted).
 
-        `documents_BT` numbers the document of each position; attention stays inside a document. None: one document.
-        `predict_M` weighs the losses of the next, the second next... token; None: the next one alone. `tied` is False
-        from the split on. `edges` are those of the documents (`flash.edges_of`), which some backends ask for; a
-        compiled graph must be given them, for it cannot count documents. `longest`: no document has more tokens.
+        Attention stays inside a document; None: every row is one. What follows changes with the stage of a run:
+        `predict_M` weighs the losses of the next, the second next... token (None: the next one alone), and `tied` is
+        False from the split on.
         """
-        x_BTD = self.features(ids_BT, documents_BT, windows, edges, longest)
+        x_BTD = self.features(ids_BT, documents, windows)
         # Predicting several tokens ahead gives early training more to learn from each position (arXiv:2404.19737).
         ahead = 1 if predict_M is None else len(predict_M)
-        targets_MN = targets_ahead(targets_BT, ahead, None if self.config.across_documents else documents_BT)
+        documents_BT = None if documents is None or self.config.across_documents else documents.ids_BT
+        targets_MN = targets_ahead(targets_BT, ahead, documents_BT)
         # Logits are bounded by a soft cap (Gemma 2, arXiv:2408.00118), and may be computed in 8-bit floats.
         weight = self.head_weight(tied)
         return loss_sum(
@@ -193,18 +194,14 @@ class GPT(nn.Module):
     def features(
         self,
         ids_BT: Tensor,
-        documents_BT: Tensor | None = None,
+        documents: Documents | None = None,
         windows: Windows | WindowData | None = None,
-        edges: Tensor | None = None,
-        longest: int | None = None,
     ) -> Tensor:
         """What the head reads, (B, T, D): the techniques in the order in which they act."""
         c = self.config
         (B, T), device = ids_BT.shape, ids_BT.device
-        mask = attention_mask(
-            self.backend, B, T, device, windows or (None,), documents_BT, edges=edges, longest=longest
-        )
-        args = self.attention_args(T, mask, documents_BT, windows)
+        mask = attention_mask(self.backend, B, T, device, windows or (None,), documents)
+        args = self.attention_args(T, mask, documents, windows)
         x = lookup(self.embed, ids_BT)
         # Value embeddings: token tables that some layers add to their values (modded-nanogpt).
         values = [lookup(table, ids_BT) for table in self.value_embeds]
@@ -237,11 +234,12 @@ class GPT(nn.Module):
         return x
 
     def attention_args(
-        self, T: int, mask: AttentionMask, documents_BT: Tensor | None, windows: Windows | WindowData | None
+        self, T: int, mask: AttentionMask, documents: Documents | None, windows: Windows | WindowData | None
     ) -> AttentionArgs:
         follows = None
-        if documents_BT is not None and not self.config.across_documents:
-            follows = documents_BT == shift_tokens(documents_BT[..., None], documents_BT[:, :1, None] - 1)[..., 0]
+        if documents is not None and not self.config.across_documents:
+            number_BT = documents.ids_BT
+            follows = number_BT == shift_tokens(number_BT[..., None], number_BT[:, :1, None] - 1)[..., 0]
         # With QK norm no score is above scale * head width (before YaRN): it decides how sharp attention can get.
         scale = self.config.attention_scale or None
         return AttentionArgs(self.cos[:T], self.sin[:T], scale, mask, follows, windows)

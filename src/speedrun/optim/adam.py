@@ -8,18 +8,21 @@ With its defaults it is torch's AdamW without decay, and torch's fused kernel do
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, Never, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
-from speedrun.optim.base import SpeedrunOptimizer, Work
+from speedrun.optim.arguments import arguments, one_number
+from speedrun.optim.base import SpeedrunOptimizer
 from speedrun.optim.dtensor import local_of
 from speedrun.optim.functional import adam_apply_, adam_moments_
 from speedrun.optim.muon import Decay, DecayBy
-from speedrun.optim.state import Group, require
+from speedrun.optim.state import Group, named, require
+from speedrun.optim.work import Work
 
 EpsAt = Literal["corrected", "uncorrected"]
 
@@ -40,6 +43,10 @@ class Adam(SpeedrunOptimizer):
         exact_bf16: keep 16 more bits for bfloat16 weights, which makes them exact float32 (speedrun.optim.exact_bf16).
     """
 
+    marks = ("betas", "eps_at")
+    needed = ("step", "exp_avg", "exp_avg_sq")
+    whole_state = ("step",)
+
     def __init__(
         self,
         params: ParamsT,
@@ -56,62 +63,83 @@ class Adam(SpeedrunOptimizer):
         wd_mul: float | list[float] = 1.0,
         row_beta1: bool = False,
         exact_bf16: bool = True,
+        **unknown: Never,
     ) -> None:
-        defaults = {
-            "lr": lr, "betas": betas, "eps": eps, "eps_at": eps_at, "weight_decay": weight_decay, "decay": decay,
-            "decay_by": decay_by, "every": every, "lr_mul": lr_mul, "wd_mul": wd_mul, "row_beta1": row_beta1,
-            "exact_bf16": exact_bf16,
-        }  # fmt: skip
-        super().__init__(params, defaults)
+        super().__init__(params, arguments(locals()))
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
         for key, choices in (("eps_at", EpsAt), ("decay", Decay), ("decay_by", DecayBy)):
             require(group[key] in get_args(choices), key, group[key], "one of: " + ", ".join(get_args(choices)))
         betas = group["betas"]
-        good = len(betas) == 2 and all(0 <= float(b) < 1 for b in betas)
+        good = (
+            isinstance(betas, tuple | list) and len(betas) == 2 and all(0 <= one_number("betas", b) < 1 for b in betas)
+        )
         require(good, "betas", betas, "two numbers, each at least 0 and below 1")
-        require(0 <= group["eps"] < math.inf, "eps", group["eps"], "finite and not negative")
-        require(group["every"] >= 1, "every", group["every"], "at least 1")
+        require(0 <= one_number("eps", group["eps"]) < math.inf, "eps", group["eps"], "finite and not negative")
+        every = group["every"]
+        require(type(every) is int and every >= 1, "every", every, "at least 1, and whole")
+        for name, p in named(group, len(self.param_groups) - 1) if group["row_beta1"] else ():
+            whole_rows = all(not q.is_shard() or q.dim == 0 for q in getattr(p, "placements", ()))
+            if p.ndim < 2 or not whole_rows:
+                why = (
+                    f"its shape is {tuple(p.shape)}" if whole_rows else "its rows are cut, each rank has a part of all"
+                )
+                raise ValueError(f"row_beta1 is on for {name}, which has no rows: {why}. Turn it off for this one.")
 
     def _state_shapes(self, p: Tensor, group: Group) -> dict[str, tuple[int, ...] | None]:
         shape = tuple(local_of(p).shape)
         rows = (shape[0] if shape else 1, *[1] * (p.ndim - 1))
         return {
-            "step": None, "exp_avg": shape, "exp_avg_sq": shape, "gradient_sum": shape, "waiting": None,
+            "step": (), "exp_avg": shape, "exp_avg_sq": shape, "gradient_sum": shape, "waiting": None,
             "row_rate": rows, "row_bias": rows,
         }  # fmt: skip
 
     def _state_layout(self, p: Tensor, group: Group) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        wide = torch.promote_types(p.dtype, torch.float32)
-        kept = ["exp_avg", "exp_avg_sq"]
-        kept += ["gradient_sum"] if group["every"] > 1 else []
-        kept += ["row_rate", "row_bias"] if group["row_beta1"] else []
-        shapes = self._state_shapes(p, group)
-        layout = {key: (shapes[key] or (), wide) for key in kept}
-        return {"step": ((), torch.float32), **layout}
+        wide, shapes = torch.promote_types(p.dtype, torch.float32), self._state_shapes(p, group)
+        unused = {"waiting", *(["gradient_sum"] if group["every"] == 1 else [])}
+        unused |= set() if group["row_beta1"] else {"row_rate", "row_bias"}
+        kept = {key: (shape or (), wide) for key, shape in shapes.items() if key not in unused}
+        return {**kept, "step": ((), torch.float32)}
 
     # ------------------------------------------------------------------ step
 
     def _update(self, work: list[Work], finite: float | Tensor) -> None:
         fused: dict[tuple[float, ...], list[Work]] = defaultdict(list)
         for w in work:
+            self._begin(w)
             g = self._gradient(w, finite)
             if g is None:
                 continue
             w.grad = g
-            state = w.state
-            if "step" not in state:
-                wide = torch.promote_types(w.param.dtype, torch.float32)
-                state["step"] = torch.zeros((), dtype=torch.float32)
-                for key in ("exp_avg", "exp_avg_sq"):
-                    state[key] = torch.zeros_like(w.param, dtype=wide, memory_format=torch.preserve_format)
             if self._fits_fused(w, finite):
                 fused[self._numbers(w)].append(w)
             else:
                 self._plain(w, finite)
         for numbers, members in fused.items():
             self._fused(numbers, members)
+
+    def its_turn(self, state: dict[str, Any], group: Group) -> bool:
+        return bool(state.get("waiting", 0) + 1 >= group["every"])
+
+    def _begin(self, w: Work) -> None:
+        """All that the group needs, at the first call: torch.distributed.checkpoint makes one to learn the keys."""
+        group, state = w.group, w.state
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+        for key in ("exp_avg", "exp_avg_sq", *(["gradient_sum"] if group["every"] > 1 else [])):
+            if key not in state:
+                wide = torch.promote_types(w.param.dtype, torch.float32)
+                state[key] = torch.zeros_like(w.param, dtype=wide, memory_format=torch.preserve_format)
+        if group["row_beta1"] and "row_rate" not in state:
+            rows = state["exp_avg"].new_zeros(len(w.param), *[1] * (w.param.ndim - 1))
+            state["row_rate"], state["row_bias"] = rows, torch.ones_like(rows)
+        self._keep_remainder(w)
+
+    def _end_turns(self, *, take_back: bool) -> None:
+        for state, before in self._turns if take_back else ():
+            state["waiting"] = before
+        self._turns.clear()
 
     def _gradient(self, w: Work, finite: float | Tensor) -> Tensor | None:
         """The gradient to step on, or None while it is not this parameter's turn.
@@ -123,14 +151,12 @@ class Adam(SpeedrunOptimizer):
         waiting = state.get("waiting", 0) + 1
         if every == 1 and waiting == 1:
             return g
-        wide = torch.promote_types(w.param.dtype, torch.float32)
-        if waiting < every:
-            state["waiting"] = waiting
-            state["gradient_sum"] = g.to(wide, copy=True) if waiting == 1 else state["gradient_sum"].add_(g)
-            return None
-        g = state.pop("gradient_sum").add_(g)
-        state["waiting"] = 0
-        return g
+        total: Tensor = state["gradient_sum"]
+        total.copy_(g) if waiting == 1 else total.add_(g)
+        if isinstance(finite, Tensor):
+            self._turns.append((state, waiting - 1))
+        state["waiting"] = waiting % every
+        return None if waiting < every else total
 
     def _numbers(self, w: Work) -> tuple[float, ...]:
         """lr, betas, eps and decay as torch's kernel wants them."""
@@ -161,6 +187,7 @@ class Adam(SpeedrunOptimizer):
             [w.state["step"] for w in members],
             fused=True, amsgrad=False, beta1=beta1, beta2=beta2, lr=lr, weight_decay=decay, eps=eps, maximize=False,
         )  # fmt: skip
+        increment_version([w.param for w in members])  # the kernel does not tell autograd that it wrote them
 
     def _plain(self, w: Work, finite: float | Tensor) -> None:
         group, state = w.group, w.state
@@ -170,9 +197,9 @@ class Adam(SpeedrunOptimizer):
         beta1, beta2 = group["betas"]
         state["step"] += 1 if isinstance(finite, float) else finite.to(state["step"].device)
         t = state["step"].item()
-        keep1, keep2, bias1 = beta1, beta2, 1 - beta1**t
+        keep1, keep2, bias1 = beta1, beta2, 1 - beta1**t if t else 1.0  # a masked step may be the first
         if group["row_beta1"]:
-            keep1, bias1 = self._row_beta1(w, g, beta1, beta2, t)
+            keep1, bias1 = self._row_beta1(w, g, beta1, beta2, t, finite)
         if isinstance(finite, Tensor):  # with 0 both moments stay
             keep1, keep2 = 1 - (1 - keep1) * finite, 1 - (1 - beta2) * finite
         adam_moments_(m, v, g, keep1, keep2)
@@ -188,18 +215,17 @@ class Adam(SpeedrunOptimizer):
         )  # fmt: skip
         self._write(w, x)
 
-    def _row_beta1(self, w: Work, g: Tensor, beta1: float, beta2: float, t: float) -> tuple[Tensor, Tensor]:
+    def _row_beta1(
+        self, w: Work, g: Tensor, beta1: float, beta2: float, t: float, finite: float | Tensor
+    ) -> tuple[Tensor, Tensor]:
         """beta1 of each row, and one minus the product of all of them so far, which is the bias to correct."""
-        if w.param.ndim < 2:
-            raise ValueError(f"row_beta1 is on for {w.name}, which has no rows: its shape is {tuple(w.param.shape)}.")
         state = w.state
         seen = (g != 0).flatten(1).any(1).view(-1, *[1] * (g.ndim - 1)).to(g.dtype)
-        if "row_rate" not in state:
-            state["row_rate"], state["row_bias"] = torch.zeros_like(seen), torch.ones_like(seen)
-        state["row_rate"].lerp_(seen, 1 - beta2)
-        row_beta = beta1 * (state["row_rate"] / (1 - beta2**t))
-        state["row_bias"].mul_(row_beta)
-        return row_beta, 1 - state["row_bias"]
+        state["row_rate"].lerp_(seen, (1 - beta2) * finite)
+        row_beta = beta1 * (state["row_rate"] / (1 - beta2**t if t else 1.0))
+        state["row_bias"].mul_(row_beta if isinstance(finite, float) else torch.where(finite > 0, row_beta, 1))
+        bias = 1 - state["row_bias"]
+        return row_beta, bias if isinstance(finite, float) else torch.where(bias > 0, bias, 1)
 
 
 def share_layout(tensors: Sequence[Tensor]) -> bool:

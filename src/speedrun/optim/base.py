@@ -5,51 +5,41 @@ the bfloat16 parameter joined with its remainder, or a float32 copy of a half-pr
 masters; `_write` puts them back.
 """
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from speedrun.optim.dtensor import is_sharded, largest, local_of, meshes_of, placed_as, refuse_state
+from speedrun.optim.arguments import one_number, refuse_elsewhere
+from speedrun.optim.dtensor import (
+    LocalState,
+    is_sharded,
+    largest,
+    local_of,
+    meshes_of,
+    placed,
+    placed_as,
+    restored,
+    versions,
+)
 from speedrun.optim.exact_bf16 import checksum, join, split
-from speedrun.optim.protocol import InOneProcess
-from speedrun.optim.state import Group, Loss, copied, evaluate, named, value_at
+from speedrun.optim.finite import FiniteLater, NonFiniteGradient, all_finite, answers_at_once, raise_last
+from speedrun.optim.protocol import InOneProcess, Saving
+from speedrun.optim.state import Group, Loss, evaluate, fitted, named, packed, shaped_as, untraced, unwrapped
+from speedrun.optim.work import Work
 
 
-@dataclass
-class Work:
-    """One parameter that has a gradient, with everything a step needs to know of it."""
-
-    param: Tensor
-    grad: Tensor
-    state: dict[str, Any]
-    group: Group
-    index: int  # within its group, for values given per parameter
-    name: str
-    sharded: Any = None  # the DTensor of which `param` is this rank's part
-
-    @property
-    def shape(self) -> torch.Size:
-        """Of the whole parameter."""
-        return self.param.shape if self.sharded is None else self.sharded.shape
-
-    def of(self, key: str) -> Any:
-        """A group's value, or the parameter's own when the group lists one for each parameter."""
-        return value_at(self.group[key], self.index)
-
-
-class NonFiniteGradient(ValueError):
-    """A gradient is NaN or infinite. No weight and no state has changed."""
-
-
-class SpeedrunOptimizer(InOneProcess, Optimizer):
+class SpeedrunOptimizer(FiniteLater, InOneProcess, Saving, Optimizer):
     """The common part; not an optimizer by itself."""
 
     per_parameter: tuple[str, ...] = ("lr_mul", "wd_mul")  # group values that may be a list, one value per parameter
+    marks: tuple[str, ...] = ()  # group values by which its state_dict is known; others may have come with a version
+    needed: tuple[str, ...] = ()  # of every state
+    whole_state: tuple[str, ...] = ()  # of a DTensor: the same on all ranks, not cut as the parameter is
     whole_matrices = False  # whether an update needs the whole parameter, so that rows cannot be trained apart
 
     def __init__(self, params: ParamsT, defaults: Group) -> None:
@@ -60,10 +50,10 @@ class SpeedrunOptimizer(InOneProcess, Optimizer):
                 f"{type(self).__name__} got an empty parameter list; pass model.named_parameters(), or what "
                 "speedrun.optim.route(model) chose for it."
             )
-        self._versions: dict[Tensor, int] = {}  # of a weight when its remainder was last known to belong to it
+        self._versions: dict[Tensor, Any] = {}  # of a weight when its remainder was last known to belong to it
         self._unchecked: dict[Tensor, int] = {}  # checksum of the weight to which a loaded remainder belongs
-        self._flag: tuple[Tensor, Any] | None = None  # on a GPU: whether the gradients of the last step were finite
         self.checked: float | Tensor | None = None  # result of a check that `Combined` has made for this step
+        self._turns: list[tuple[Any, int]] = []  # what masked steps have counted, and what it was before
         self._placed: dict[Any, Tensor] = {}  # gradients that ranks have exchanged already for this step
         super().__init__(params, defaults)
 
@@ -81,19 +71,18 @@ class SpeedrunOptimizer(InOneProcess, Optimizer):
             raise
 
     def _check_group(self, group: Group) -> None:
+        refuse_elsewhere(self, group)
         for name, p in named(group, len(self.param_groups) - 1):
             if p.is_complex():
                 raise ValueError(
                     f"{type(self).__name__} cannot train {name}: it is complex ({p.dtype}); "
                     "give it as two real tensors, or to another optimizer."
                 )
-            if is_sharded(p) and self.is_exact(p, group):
-                raise ValueError(
-                    f"{name} is a bfloat16 DTensor, which has no room for exact_bf16: keep it in float32 and let FSDP "
-                    "compute in bfloat16 (MixedPrecisionPolicy), or pass exact_bf16=False."
-                )
             if not p.is_floating_point():
-                raise ValueError(f"{type(self).__name__} cannot train {name}: its dtype is {p.dtype}.")
+                raise ValueError(
+                    f"{type(self).__name__} cannot train {name}: its dtype is {p.dtype}; "
+                    "leave it out, or convert it to a floating-point dtype."
+                )
         for key in self.per_parameter:
             value = group[key]
             if isinstance(value, list) and len(value) != len(group["params"]):
@@ -103,26 +92,23 @@ class SpeedrunOptimizer(InOneProcess, Optimizer):
                 )
         for key in ("lr", "weight_decay", "lr_mul", "wd_mul"):
             for value in group[key] if isinstance(group[key], list) else [group[key]]:
-                if not 0 <= float(value) < math.inf:
+                if not 0 <= one_number(key, value) < math.inf:
                     raise ValueError(f"{key} is {value}; it must be finite and not negative.")
 
     # ------------------------------------------------------------------ step
 
-    def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:  # type: ignore[override]
+    @untraced  # its matrix products gain nothing, and a changed learning rate would recompile it
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:
         """One update of every parameter that has a gradient. Gradients are left as they are."""
         loss = evaluate(closure)
-        self._step()
-        return loss
-
-    @torch.compiler.disable  # its matrix products gain nothing, and a changed learning rate would recompile it
-    @torch.no_grad()
-    def _step(self) -> None:
         try:
             work = list(self._work())
-            finite = self.check_gradients(work) if self.checked is None else self.checked
+            finite = check_together([self], work) if self.checked is None else self.checked
         finally:
             self.end_check()
         self._update(work, finite)
+        return loss
 
     def end_check(self) -> None:
         """The result of a check holds for one step."""
@@ -132,6 +118,10 @@ class SpeedrunOptimizer(InOneProcess, Optimizer):
     def _update(self, work: list[Work], finite: float | Tensor) -> None:
         """Change states and weights. `finite` is 1, or on a GPU a tensor: 0 there must leave everything as it was."""
         raise NotImplementedError
+
+    def its_turn(self, state: dict[str, Any], group: Group) -> bool:
+        """Whether the next step on a gradient changes the weight with this state."""
+        return True
 
     def _work(self) -> Iterator[Work]:
         for number, group in enumerate(self.param_groups):
@@ -143,14 +133,19 @@ class SpeedrunOptimizer(InOneProcess, Optimizer):
                         f"The gradient of {name} is sparse, which {type(self).__name__} does not support; "
                         "create the embedding with sparse=False."
                     )
-                whole = p if is_sharded(p) else None
-                part, grad = local_of(p), self._grad_of(p)
-                if grad.shape != part.shape or (whole is None and is_sharded(p.grad)):
+                whole: Any = p if is_sharded(p) else None
+                part = local_of(p)
+                held: Any = p.grad
+                elsewhere = is_sharded(held) and (whole is None or held.device_mesh != whole.device_mesh)
+                if elsewhere or (grad := self._grad_of(p)).shape != part.shape:
                     raise ValueError(
                         f"The gradient of {name} is not cut as the parameter is: one of them is no DTensor, or they "
                         "are on different meshes. Let backward() make the gradient, or make both DTensors of one mesh."
                     )
-                yield Work(part, grad, self.state[p], group, index, name, whole)
+                state = self.state[p]
+                if whole is not None:
+                    state = LocalState(state, whole, self.whole_state)
+                yield Work(part, grad, state, group, index, name, whole)
 
     def _grad_of(self, p: Any) -> Tensor:
         """The gradient of this rank's part of `p`, exchanged between ranks if it lies otherwise than `p`."""
@@ -162,33 +157,6 @@ class SpeedrunOptimizer(InOneProcess, Optimizer):
             self._placed[key] = placed_as(p.grad, p)
         return self._placed[key]
 
-    def check_gradients(self, work: list[Work] | None = None) -> float | Tensor:
-        """Refuse gradients that are not finite, before anything has changed; see `check_together`."""
-        return check_together([self], work)
-
-    def _ask_later(self, finite: Tensor) -> None:
-        """Let the answer travel to the CPU while the GPU works on; the next step reads it."""
-        if finite.device.type != "cuda":
-            self._flag = (finite, None)
-            return
-        answer = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(finite, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._flag = (answer, event)
-
-    def _raise_last(self) -> None:
-        if self._flag is None:
-            return
-        answer, event = self._flag
-        self._flag = None
-        if event is not None:
-            event.synchronize()
-        if not answer.item():
-            raise NonFiniteGradient(
-                "A gradient of the previous step was not finite (NaN or infinite); that step changed no weight. "
-                "Skip such steps, lower the learning rate, or clip the gradients."
-            )
-
     # --------------------------------------------------------------- masters
 
     def is_exact(self, p: Tensor, group: Group) -> bool:
@@ -198,18 +166,22 @@ class SpeedrunOptimizer(InOneProcess, Optimizer):
     def _read(self, w: Work) -> Tensor:
         """The float32 (or float64) master of a parameter; for a float32 parameter the parameter itself."""
         if self.is_exact(w.param, w.group):
-            self._check_remainder(w.param, w.name)
-            if "remainder" not in w.state:
-                w.state["remainder"] = torch.zeros_like(w.param, dtype=torch.int16)
+            self._check_remainder(w.home, w.name)
+            self._keep_remainder(w)
             return join(w.param, w.state["remainder"])
         return w.param if w.param.itemsize >= 4 else w.param.float()
+
+    def _keep_remainder(self, w: Work) -> None:
+        if self.is_exact(w.param, w.group) and "remainder" not in w.state:
+            w.state["remainder"] = torch.zeros_like(w.param, dtype=torch.int16)
+            w.state["checksum"] = None  # known when saved: torch.distributed.checkpoint flattens keys that are here
 
     def _write(self, w: Work, master: Tensor) -> None:
         if self.is_exact(w.param, w.group):
             high, low = split(master)
             w.param.copy_(high)
             w.state["remainder"].copy_(low)
-            self._versions[w.param] = w.param._version
+            self._versions[w.home] = versions(w.home)
         elif master is not w.param:
             w.param.copy_(master)
 
@@ -227,13 +199,13 @@ class SpeedrunOptimizer(InOneProcess, Optimizer):
                     "drop the state with reset()."
                 )
             del self._unchecked[p]
-        elif self._versions.get(p) != p._version:  # the weight was written outside of the optimizer, which counts
+        elif self._versions.get(p) != versions(p):  # the weight was written outside of the optimizer, which counts
             remainder.zero_()
-        self._versions[p] = p._version
+        self._versions[p] = versions(p)
 
     def trust_remainder(self, p: Tensor) -> None:
         """Declare that the remainder of `p` belongs to its present value, whatever wrote it."""
-        self._versions[p] = p._version
+        self._versions[p] = versions(p)
         self._unchecked.pop(p, None)
 
     @torch.no_grad()
@@ -242,7 +214,7 @@ class SpeedrunOptimizer(InOneProcess, Optimizer):
         name, group = self._home(p)
         if self.is_exact(p, group) and "remainder" in self.state.get(p, {}):
             self._check_remainder(p, name)
-            return join(p, self.state[p]["remainder"])
+            return placed(join(local_of(p), self.state[p]["remainder"]), p)
         return p.detach().clone() if p.itemsize >= 4 else p.detach().float()
 
     @torch.no_grad()
@@ -250,9 +222,9 @@ class SpeedrunOptimizer(InOneProcess, Optimizer):
         """Write a parameter so that `master(p)` gives back `value` exactly, where its dtype allows."""
         _, group = self._home(p)
         if self.is_exact(p, group):
-            high, low = split(value.to(torch.float32))
-            p.copy_(high)
-            self.state[p]["remainder"] = low
+            high, low = split(local_of(value).to(torch.float32))
+            local_of(p).copy_(high)
+            self.state[p] |= {"remainder": low, "checksum": None}
             self.trust_remainder(p)
         else:
             p.copy_(value)
@@ -293,113 +265,104 @@ class SpeedrunOptimizer(InOneProcess, Optimizer):
                 sums[p] = self._unchecked.get(p, checksum(p))
         return sums
 
-    def _refuse_sharded(self, name: str, p: Tensor) -> None:
-        if is_sharded(p):
-            kept = f"{type(self).__name__} keeps plain tensors for this rank's part"
-            raise refuse_state(name, f"{kept}, of which a checkpoint gives one rank's to all")
-
-    def state_dict(self) -> dict[str, Any]:
+    def _saved(self) -> dict[str, Any]:
         """Torch's layout. The state of an exact bfloat16 weight says in `checksum` which bits it belongs to.
 
-        ValueError if a DTensor has state, which is a plain tensor here. torch.distributed.checkpoint takes plain
-        tensors to be the same on all ranks: it writes one rank's and gives it to all.
+        This rank's part of the state of a DTensor leaves as a DTensor that shares its memory.
         """
-        for name, p, _ in self._named():
-            if self.state.get(p):
-                self._refuse_sharded(name, p)
         sums = self._checksums()
-        for p, value in sums.items():
-            self.state[p]["checksum"] = value
-        try:
-            return super().state_dict()
-        finally:
-            for p in sums:
-                self.state[p] = {k: v for k, v in self.state[p].items() if k != "checksum"}
+        states = {}
+        for p, state in self.state.items():
+            if not torch.is_tensor(p):
+                states[p] = state
+            elif state:
+                kept = {key: value for key, value in state.items() if key not in ("remainder", "checksum")}
+                if p in sums:  # as bfloat16, since neither gloo nor NCCL sends 16-bit integers
+                    kept |= {"remainder": state["remainder"].view(torch.bfloat16), "checksum": sums[p]}
+                states[p] = {k: value if k in self.whole_state else placed(value, p) for k, value in kept.items()}
+        return packed(self.param_groups, states)
 
-    @torch.compiler.disable
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Torch's, but matched by name when both sides have names, and with every dtype kept as it was saved."""
-        state_dict = self._aligned(state_dict)
-        super().load_state_dict(state_dict)
-        self._versions.clear()
-        self._unchecked.clear()
-        self._flag = None
-        position = 0
-        for group in self.param_groups:
-            for p in group["params"]:
-                saved = state_dict["state"].get(position)
-                position += 1
-                if saved is None:
-                    continue
-                self.state[p] = copied(saved, p.device)
-                self.state[p].pop("checksum", None)
-                if "remainder" in saved:
-                    self._unchecked[p] = saved["checksum"]
+    def _checked(self, state_dict: dict[str, Any]) -> tuple[list[Group], dict[Any, Any]]:
+        """The groups' new values, and the new states. Matched by name when both sides have names."""
+        groups: list[Group] = []
+        states: dict[Any, Any] = {}
+        known = set()
+        chosen = fitted(state_dict, self.param_groups, type(self).__name__)
+        for number, ((saved, ids), group) in enumerate(zip(chosen, self.param_groups, strict=True)):
+            groups.append(self._group_from(saved, group))
+            known.update(ids)
+            for (name, p), i in zip(named(group, number), ids, strict=True):
+                # torch.distributed.checkpoint unflattens {} where nothing was saved under a key that we have.
+                state = {k: v for k, v in state_dict["state"].get(i, {}).items() if not isinstance(v, dict) or v}
+                if state:
+                    states[p] = self._state_from(state, name, p, {**group, **groups[-1]})
+        return groups, states | {k: copy.deepcopy(v) for k, v in state_dict["state"].items() if k not in known}
 
-    def _aligned(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The same state in the order of our groups, numbered from 0; ValueError when it is not ours."""
-        groups = state_dict.get("param_groups") if isinstance(state_dict, dict) else None
-        if not isinstance(groups, list) or not isinstance(state_dict.get("state"), dict):
-            raise ValueError("This is not an optimizer's state_dict: it needs `state` and `param_groups`.")
-        mine = [list(named(group, number)) for number, group in enumerate(self.param_groups)]
-        by_name = all("param_names" in g for g in [*groups, *self.param_groups])
-        chosen = (
-            self._match(groups, mine)
-            if by_name
-            else list(zip(groups, [list(g["params"]) for g in groups], strict=True))
-        )
-        if len(chosen) != len(mine) or any(len(ids) != len(own) for (_, ids), own in zip(chosen, mine, strict=True)):
-            raise ValueError(
-                f"The state_dict has groups of {[len(g['params']) for g in groups]} parameters, this "
-                f"{type(self).__name__} has {[len(own) for own in mine]}. Build it for the same model, in the same "
-                "order, or from named parameters, which are matched by name."
-            )
-        state: dict[int, Any] = {}
-        new_groups, position = [], 0
-        for (saved_group, ids), own, group in zip(chosen, mine, self.param_groups, strict=True):
-            missing = sorted(set(group) - {"params", "param_names"} - set(saved_group))
-            if missing:
-                raise ValueError(
-                    f"This state_dict was not made by {type(self).__name__}: its group lacks {', '.join(missing)}."
-                )
-            fresh = {**saved_group, "params": list(range(position, position + len(own)))}
-            if by_name:
-                order = [saved_group["params"].index(i) for i in ids]
-                fresh["param_names"] = [saved_group["param_names"][i] for i in order]
-                for key in self.per_parameter:
-                    if isinstance(saved_group[key], list):
-                        fresh[key] = [saved_group[key][i] for i in order]
-            new_groups.append(fresh)
-            for (name, p), i in zip(own, ids, strict=True):
-                if i in state_dict["state"]:
-                    if state_dict["state"][i]:
-                        self._refuse_sharded(name, p)
-                    state[position] = state_dict["state"][i]
-                    self._check_state(name, p, group, state[position])
-                position += 1
-        return {**state_dict, "state": state, "param_groups": new_groups}
-
-    def _match(self, groups: list[Group], mine: list[list[tuple[str, Tensor]]]) -> list[tuple[Group, list[int]]]:
-        """For each of our groups the saved group with the same names, and its ids in our order."""
-        left = list(groups)
-        chosen = []
-        for own in mine:
-            names = [name for name, _ in own]
-            for saved in left:
-                ids = dict(zip(saved["param_names"], saved["params"], strict=True))
-                if set(ids) == set(names):
-                    chosen.append((saved, [ids[name] for name in names]))
-                    left = [g for g in left if g is not saved]
-                    break
+    def _take(self, checked: tuple[list[Group], dict[Any, Any]]) -> None:
+        groups, states = checked
+        self.reset()
+        for group, fresh in zip(self.param_groups, groups, strict=True):
+            group.update(fresh)
+        for key, state in states.items():
+            if torch.is_tensor(key) and "checksum" in state:
+                self._unchecked[key] = state["checksum"]
+            if is_sharded(key):
+                LocalState(self.state[key], key, self.whole_state).update(state)
             else:
-                saved_names = {name for g in groups for name in g["param_names"]}
-                unknown = [name for name in names if name not in saved_names]
-                what = f"it lacks {unknown[0]}" if unknown else f"it groups {names[0]} with other parameters"
-                raise ValueError(
-                    f"The state_dict does not fit this {type(self).__name__}: {what}. Build the optimizer with the "
-                    "same parameters in the same groups; their order does not matter."
-                )
-        return chosen
+                self.state[key] = state
+
+    def _group_from(self, saved: Group, group: Group) -> Group:
+        """The values of a saved group for ours, which keeps those that the saved one does not have."""
+        foreign = [key for key in self.marks if key not in saved]
+        if foreign:
+            raise ValueError(f"This state_dict was not made by {type(self).__name__}: its group lacks {foreign[0]}.")
+        fresh = {key: copy.deepcopy(value) for key, value in saved.items() if key != "params"}
+        theirs, mine = (list(map(unwrapped, g.get("param_names") or [])) for g in (saved, group))
+        for key, value in fresh.items():
+            if isinstance(value, list) and key in self.per_parameter and len(value) == len(mine) == len(theirs):
+                value = [value[theirs.index(name)] for name in mine] if set(mine) == set(theirs) else value
+            fresh[key] = shaped_as(group.get(key), value)
+        if mine or len(theirs) != len(group["params"]):
+            fresh.pop("param_names", None)
+        self._check_group({**group, **fresh, "lr": 0.0})  # a schedule may end a rounding error below 0
+        return fresh
+
+    def _state_from(self, saved: dict[str, Any], name: str, p: Tensor, group: Group) -> dict[str, Any]:
+        """A copy of the saved state of `p`, as it is kept here; ValueError if it is no state of `p`."""
+        who, shapes = type(self).__name__, {**self._state_shapes(p, group), "remainder": tuple(local_of(p).shape)}
+        for key in saved:
+            if key not in shapes and key != "checksum":
+                raise ValueError(f"This state_dict is of another optimizer: {who} knows no {key!r} (in {name}).")
+        for key in self.needed:
+            if key not in saved:
+                raise ValueError(f"This state_dict is of another optimizer: {who} needs {key!r}, and {name} has none.")
+        exact = self.is_exact(p, group)
+        if exact and ("remainder" in saved) != ("checksum" in saved):
+            raise ValueError(f"The state of {name} has a remainder without a checksum, or the reverse; it was altered.")
+        kept = {key: value for key, value in saved.items() if exact or key not in ("remainder", "checksum")}
+        return {
+            key: value if shapes.get(key) is None else self._value_from(value, key, name, p, shapes[key] or ())
+            for key, value in kept.items()
+        }
+
+    def _own_state_from(self, saved: dict[str, Any], name: str, p: Tensor, group: Group) -> dict[str, Any]:
+        """The same for a state with its remainder as it is kept, which belongs to the present weight."""
+        low = saved.get("remainder")
+        rest = {key: value for key, value in saved.items() if key not in ("remainder", "checksum")}
+        state = self._state_from(rest, name, p, group)
+        if low is None or not self.is_exact(p, group):
+            return state
+        low = self._value_from(low.view(torch.bfloat16), "remainder", name, p, tuple(p.shape))
+        return {**state, "remainder": low, "checksum": None}
+
+    def _value_from(self, value: Any, key: str, name: str, p: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of the saved state of `p`, of which this rank's part has the shape `shape`."""
+        what, whole = f"The state {key!r} of {name}", key in self.whole_state
+        if key == "step":  # some save a number; counted on the CPU
+            return restored(torch.as_tensor(value, dtype=torch.float32), p, what, shape, torch.float32, whole).cpu()
+        if key == "remainder":
+            return restored(value, p, what, shape, torch.bfloat16, whole).view(torch.int16)
+        return restored(value, p, what, shape, torch.promote_types(p.dtype, torch.float32), whole)
 
     def _state_shapes(self, p: Tensor, group: Group) -> dict[str, tuple[int, ...] | None]:
         """Every key that the state of `p` may have, with the shape it must have (None: any)."""
@@ -418,28 +381,13 @@ class SpeedrunOptimizer(InOneProcess, Optimizer):
         for _, p, group in self._named():
             layout = self._state_layout(p, group)
             if self.is_exact(p, group):
-                layout["remainder"] = tuple(p.shape), torch.int16
+                layout["remainder"] = tuple(local_of(p).shape), torch.int16
             sizes[p] = sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout.values())
         return sizes
 
     def effort(self, p: Tensor, group: Group, index: int) -> float:
         """What a step of `p` costs beside that of other parameters of this optimizer."""
         return float(p.numel())
-
-    def _check_state(self, name: str, p: Tensor, group: Group, state: dict[str, Any]) -> None:
-        shapes = {**self._state_shapes(p, group), "remainder": tuple(p.shape), "checksum": None}
-        for key, value in state.items():
-            if key not in shapes:
-                raise ValueError(
-                    f"This state_dict is of another optimizer: {type(self).__name__} knows no {key!r} (in {name})."
-                )
-            shape = shapes[key]
-            if shape is not None and torch.is_tensor(value) and tuple(value.shape) != shape:
-                raise ValueError(
-                    f"The state {key!r} of {name} has shape {tuple(value.shape)}, but this model's needs {shape}."
-                )
-        if ("remainder" in state) != ("checksum" in state):
-            raise ValueError(f"The state of {name} has a remainder without a checksum, or the reverse; it was altered.")
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: parameters are copied with us, so remainders have to be checked again there."""
@@ -448,7 +396,47 @@ class SpeedrunOptimizer(InOneProcess, Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         sums = state.pop("_sums", {})
         super().__setstate__(state)
-        self._versions, self._unchecked, self._flag, self.checked, self._placed = {}, dict(sums), None, None, {}
+        self._versions, self._unchecked, self._flag, self.checked = {}, dict(sums), None, None
+        self._placed, self._turns = {}, []
+
+
+@untraced
+def step_together(self: Any, closure: Callable[[], Loss] | None = None) -> Loss | None:
+    """A method: one step of each of `self.optimizers`. Gradients of all are checked before the first weight changes."""
+    loss = evaluate(closure)
+    # Members that have a result are in a `Combined` around this one, which has checked them.
+    checking = [member for member in self.members() if member.checked is None]
+    try:
+        finite = check_together(checking)
+        for member in checking:
+            member.checked = finite
+        for optimizer in self.optimizers:
+            step_within(optimizer)  # not `_update`: hooks and schedulers of a member see its step
+    finally:
+        for member in checking:
+            member.end_check()
+    return loss
+
+
+def step_within(optimizer: Any) -> None:
+    """`optimizer.step()` as a part of the step of another optimizer around it.
+
+    Its own hooks are called. Hooks for all optimizers and the profiler see the step of the one around it alone.
+    """
+    step = type(optimizer).step
+    replaced = "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched")
+    if replaced or not hasattr(step, "hooked"):
+        optimizer.step()
+        return
+    optimizer._opt_called = True  # a scheduler looks at it
+    args: Any = (optimizer,)
+    kwargs: Any = {}
+    for before in optimizer._optimizer_step_pre_hooks.values():
+        args, kwargs = before(optimizer, args, kwargs) or (args, kwargs)
+    step.__wrapped__(*args, **kwargs)  # without what torch puts around every `step`
+    optimizer._optimizer_step_code()
+    for after in optimizer._optimizer_step_post_hooks.values():
+        after(optimizer, args, kwargs)
 
 
 @torch.no_grad()
@@ -461,8 +449,7 @@ def check_together(optimizers: Sequence[SpeedrunOptimizer], work: list[Work] | N
     Ranks talk about it only if there are DTensors, and only to the ranks of the DTensors' meshes: a model that other
     ranks train, or the next stage of a pipeline, may step at another time.
     """
-    for optimizer in optimizers:
-        optimizer._raise_last()
+    raise_last(optimizers)
     work = [w for optimizer in optimizers for w in optimizer._work()] if work is None else work
     # Of all parameters, not only of those in `work`: a rank without gradients must answer, too.
     meshes = meshes_of(p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
@@ -482,14 +469,3 @@ def check_together(optimizers: Sequence[SpeedrunOptimizer], work: list[Work] | N
         finite = largest(finite.logical_not().int(), meshes) == 0
     optimizers[0]._ask_later(finite)
     return finite.float()
-
-
-def answers_at_once(work: list[Work]) -> bool:
-    """Whether reading a value does not wait for a device: on a CPU."""
-    return not work or work[0].param.device.type == "cpu"
-
-
-def all_finite(g: Tensor) -> bool:
-    """A sum is one quick pass; only when it is not finite (it may also overflow) is every value looked at."""
-    total = g.sum(dtype=torch.float32 if g.itemsize < 4 else None).item()
-    return math.isfinite(total) or bool(g.isfinite().all())

@@ -6,51 +6,56 @@
 Its groups are the groups of its members (the same dicts), so schedulers and your own changes reach them.
 """
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from speedrun.optim.base import SpeedrunOptimizer, check_together
-from speedrun.optim.protocol import InOneProcess, adapted
-from speedrun.optim.state import Group, Loss, evaluate, params_of
+from speedrun.optim.base import step_together
+from speedrun.optim.protocol import InOneProcess, Saving, adapted, shared_defaults
+from speedrun.optim.state import Group, fitted, packed, params_of
 
 
-class _Together(MutableMapping[Tensor, Any]):
+def _trainer(optimizers: Iterable[Optimizer], p: Any) -> Any:
+    """The one that trains this parameter, or None."""
+    return next((o for o in optimizers if any(q is p for q in params_of(o.param_groups))), None)
+
+
+class _Together(MutableMapping[Any, Any]):
     """The states of several optimizers as one mapping; each parameter's lives in the optimizer that trains it."""
 
     def __init__(self, optimizers: list[Optimizer]) -> None:
         self.optimizers = optimizers
+        self.other: dict[Any, Any] = defaultdict(dict)  # what belongs to no parameter
 
-    def _home(self, p: Tensor) -> Any:
-        for optimizer in self.optimizers:
-            if any(q is p for q in params_of(optimizer.param_groups)):
-                return optimizer.state
-        raise KeyError(p)
+    def _home(self, key: Any) -> Any:
+        found = _trainer(self.optimizers, key)
+        return self.other if found is None else found.state
 
-    def __getitem__(self, p: Tensor) -> Any:
-        return self._home(p)[p]
+    def __getitem__(self, key: Any) -> Any:
+        return self._home(key)[key]
 
-    def __setitem__(self, p: Tensor, value: Any) -> None:
-        self._home(p)[p] = value
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._home(key)[key] = value
 
-    def __delitem__(self, p: Tensor) -> None:
-        del self._home(p)[p]
+    def __delitem__(self, key: Any) -> None:
+        del self._home(key)[key]
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self) -> Iterator[Any]:
         for optimizer in self.optimizers:
             yield from optimizer.state
+        yield from self.other
 
     def __len__(self) -> int:
-        return sum(len(optimizer.state) for optimizer in self.optimizers)
+        return sum(len(optimizer.state) for optimizer in self.optimizers) + len(self.other)
 
-    def __contains__(self, p: object) -> bool:
-        return any(p in optimizer.state for optimizer in self.optimizers)
+    def __contains__(self, key: object) -> bool:
+        return key in self._home(key)
 
 
-class Combined(InOneProcess, Optimizer):
+class Combined(InOneProcess, Saving, Optimizer):
     """One `torch.optim.Optimizer` that steps all of `optimizers`, each with its own parameters."""
 
     def __init__(self, *optimizers: Optimizer) -> None:
@@ -58,6 +63,11 @@ class Combined(InOneProcess, Optimizer):
             raise ValueError("Combined got no optimizers; pass at least one.")
         seen: dict[Tensor, Optimizer] = {}
         for optimizer in optimizers:
+            if not hasattr(optimizer, "param_groups"):
+                raise ValueError(
+                    f"Combined got a {type(optimizer).__name__}; pass optimizers, one after the other: "
+                    "Combined(NorMuon(...), Adam(...))."
+                )
             for p in params_of(optimizer.param_groups):
                 if p in seen:
                     raise ValueError(
@@ -66,40 +76,56 @@ class Combined(InOneProcess, Optimizer):
                     )
                 seen[p] = optimizer
         self.optimizers = list(optimizers)
-        super().__init__([{"params": list(seen)}], {})
+        super().__init__([{"params": list(seen)}], shared_defaults(optimizers))
+        self.state: Any = _Together(self.optimizers)
         self.sync()
 
     def sync(self) -> None:
-        """Take over groups that were added to a member."""
-        self.param_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        self.state = _Together(self.optimizers)
+        """Take over groups that were added to a member. New ones come last, as schedulers expect."""
+        live = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        kept = [group for group in self.param_groups if any(group is other for other in live)]
+        self.param_groups[:] = kept + [group for group in live if not any(group is other for other in kept)]
 
     def add_param_group(self, param_group: Group) -> None:
-        """Not possible here: the group would not say which optimizer it is for."""
-        if not hasattr(self, "param_groups") or not self.param_groups:  # called by the constructor
+        """Give a group to the optimizer that it names (`"optimizer": "Adam"`), or to the only one that it fits.
+
+        A group fits an optimizer that has its options and, if it needs matrices, gets nothing else.
+        """
+        if not self.param_groups:  # called by the constructor
             super().add_param_group(param_group)
             return
-        raise ValueError(
-            "Combined cannot know which optimizer a new group is for; add it to that one, then call sync()."
-        )
+        group = dict(param_group)
+        group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        named = group.pop("optimizer", None)
+        for p in group["params"]:
+            p = p[1] if isinstance(p, tuple) else p
+            known = _trainer(self.optimizers, p)
+            if known is not None:
+                raise ValueError(
+                    f"A parameter of shape {tuple(p.shape)} is in {type(known).__name__} already; "
+                    "each parameter may have one optimizer."
+                )
+        fitting = [
+            o for o in self.optimizers if named in (o, type(o).__name__) or (named is None and self._fits(o, group))
+        ]
+        if len(fitting) != 1:
+            members = ", ".join(type(optimizer).__name__ for optimizer in fitting or self.optimizers)
+            which = f"each of {members}" if fitting else f"none of {members}"
+            what = "the group" if named is None else f"a group for {named}"
+            raise ValueError(
+                f"Combined cannot know which optimizer is meant: {what} fits {which}. Name one in the group, as in "
+                f'{{"params": ..., "optimizer": "{type(self.optimizers[0]).__name__}"}}, or give the optimizer itself.'
+            )
+        fitting[0].add_param_group(group)
+        self.sync()
 
-    @torch.compiler.disable
-    def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:
-        """One step of each. Gradients of all are checked before the first weight changes."""
-        loss = evaluate(closure)
-        # Members that have a result are in a `Combined` around this one, which has checked them.
-        checking = [member for member in self.members() if member.checked is None]
-        try:
-            if checking:
-                finite = check_together(checking)
-                for member in checking:
-                    member.checked = finite
-            for optimizer in self.optimizers:
-                optimizer.step()  # not `_update`: hooks and schedulers of a member see its step
-        finally:
-            for member in checking:
-                member.end_check()
-        return loss
+    def _fits(self, optimizer: Any, group: Group) -> bool:
+        options = {key for other in self.optimizers for key in other.defaults} & set(group)
+        shapes = [(p[1] if isinstance(p, tuple) else p).shape for p in group["params"]]
+        vectors = any(len(shape) < 2 for shape in shapes)
+        return options <= set(optimizer.defaults) and not (vectors and getattr(optimizer, "whole_matrices", False))
+
+    step = step_together
 
     def members(self) -> list[Any]:
         return [member for optimizer in self.optimizers for member in adapted(optimizer).members()]
@@ -110,15 +136,13 @@ class Combined(InOneProcess, Optimizer):
 
     def reset(self) -> None:
         """Drop the state of all members."""
+        self.state.other.clear()
         for optimizer in self.optimizers:
             adapted(optimizer).reset()
 
     def state_bytes(self) -> dict[Tensor, int]:
         """How many bytes the state of each parameter takes when it is fullest."""
-        sizes: dict[Tensor, int] = {}
-        for optimizer in self.optimizers:
-            sizes |= adapted(optimizer).state_bytes()
-        return sizes
+        return {p: size for o in self.optimizers for p, size in adapted(o).state_bytes().items()}
 
     def master(self, p: Tensor) -> Tensor:
         return self._owner(p).master(p)
@@ -127,52 +151,56 @@ class Combined(InOneProcess, Optimizer):
         self._owner(p).set_master(p, value)
 
     def _owner(self, p: Tensor) -> Any:
-        for optimizer in self.optimizers:
-            if any(q is p for q in params_of(optimizer.param_groups)):
-                return adapted(optimizer)
-        raise ValueError(f"None of the optimizers trains this parameter of shape {tuple(p.shape)}.")
+        found = _trainer(self.optimizers, p)
+        if found is None:
+            raise ValueError(f"None of the optimizers trains this parameter of shape {tuple(p.shape)}.")
+        return adapted(found)
 
     # ----------------------------------------------------------------- state
 
-    def state_dict(self) -> dict[str, Any]:
+    def _saved(self) -> dict[str, Any]:
         """Torch's layout: the groups of all members, parameters numbered through."""
-        state: dict[int, Any] = {}
-        groups: list[Group] = []
-        start = 0
+        states: dict[Any, Any] = dict(self.state.other)
+        groups = list(self.param_groups)
         for optimizer in self.optimizers:
             part = optimizer.state_dict()
-            state |= {start + i: value for i, value in part["state"].items()}
-            for group in part["param_groups"]:
-                groups.append({**group, "params": [start + i for i in group["params"]]})
-            start += sum(len(group["params"]) for group in part["param_groups"])
-        return {"state": state, "param_groups": groups}
+            numbers = [i for group in part["param_groups"] for i in group["params"]]
+            known = dict(zip(numbers, params_of(optimizer.param_groups), strict=True))
+            states |= {known.get(i, i): state for i, state in part["state"].items()}
+            for group, saved in zip(optimizer.param_groups, part["param_groups"], strict=True):
+                groups[self._place(group)] = {**saved, "params": group["params"]}
+        return packed(groups, states)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        groups = list(state_dict["param_groups"])
-        parts = []
+    def _checked(self, state_dict: dict[str, Any]) -> tuple[list[Any], dict[Any, Any]]:
+        """What each member's `check` returns, and what is of no parameter."""
+        chosen = fitted(state_dict, self.param_groups, "Combined")
+        states, checked, known = state_dict["state"], [], set()
         for optimizer in self.optimizers:
-            count = len(optimizer.param_groups)
-            mine, groups = groups[:count], groups[count:]
-            if len(mine) < count:
-                raise ValueError(
-                    f"The state_dict has {len(state_dict['param_groups'])} groups, these optimizers have "
-                    f"{len(self.param_groups)}; build Combined from the same optimizers in the same order."
-                )
-            ids = {i for group in mine for i in group["params"]}
-            parts.append({"state": {i: v for i, v in state_dict["state"].items() if i in ids}, "param_groups": mine})
-        if groups:
-            raise ValueError(f"The state_dict has {len(groups)} more groups than these optimizers.")
-        for optimizer, part in zip(self.optimizers, parts, strict=True):
-            if isinstance(optimizer, SpeedrunOptimizer):
-                optimizer._aligned(part)  # refuses before the first member has changed
-        for optimizer, part in zip(self.optimizers, parts, strict=True):
-            optimizer.load_state_dict(part)
-        self.sync()
+            places = [self._place(group) for group in optimizer.param_groups]
+            ids = [i for place in places for i in chosen[place][1]]
+            known.update(ids)
+            part = {"state": {i: states[i] for i in ids if i in states}}
+            checked.append(adapted(optimizer).check({**part, "param_groups": [chosen[k][0] for k in places]}))
+        return checked, {key: value for key, value in states.items() if key not in known}
+
+    def _place(self, group: Group) -> int:
+        return next(k for k, other in enumerate(self.param_groups) if other is group)
+
+    def _take(self, checked: tuple[list[Any], dict[Any, Any]]) -> None:
+        places = [[self._place(group) for group in optimizer.param_groups] for optimizer in self.optimizers]
+        foreign_first = sorted(range(len(places)), key=lambda k: isinstance(adapted(self.optimizers[k]), Saving))
+        for k in foreign_first:  # they may still refuse
+            adapted(self.optimizers[k]).take(checked[0][k])
+            for place, group in zip(places[k], self.optimizers[k].param_groups, strict=True):
+                self.param_groups[place] = group
+        self.state.other.clear()
+        self.state.other.update(checked[1])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"optimizers": self.optimizers, "defaults": self.defaults}
+        kept = {"defaults": self.defaults, "param_groups": self.param_groups}
+        return {**kept, "optimizers": self.optimizers, "other": dict(self.state.other)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.optimizers = state["optimizers"]
-        super().__setstate__({"defaults": state["defaults"], "state": {}, "param_groups": []})
-        self.sync()
+        together = _Together(state["optimizers"])
+        together.other.update(state.pop("other"))
+        super().__setstate__({**state, "state": together})

@@ -1,10 +1,11 @@
 """Parameters that arrive as DTensors, as FSDP2's `fully_shard` leaves them: this rank's part, and the whole.
 
-State is kept for this rank's part alone. Adam needs no more than that. Muon gathers what it orthogonalises, every rank
-does so for all matrices and keeps its own part of the result; `speedrun.optim.sharded` divides that work, too.
+State is kept for this rank's part alone. Adam needs no more than that; for Muon see speedrun.optim.spread.
+State that is cut as its parameter is a DTensor, too, as torch.distributed.checkpoint wants it.
 """
 
-from collections.abc import Iterable
+from collections import UserDict
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -31,14 +32,34 @@ def placed_as(grad: Any, p: Any) -> Tensor:
     return local
 
 
-def whole_of(part: Tensor, like: Any) -> Tensor:
-    """The parts of all ranks as one tensor, laid out as `like`. All ranks must call this."""
+def versions(p: Tensor) -> tuple[int, int]:
+    """Whether somebody wrote the parameter: writing a DTensor counts in the first, a rank's part in the second."""
+    return p._version, local_of(p)._version
+
+
+def placed(part: Any, like: Any) -> Any:
+    """This rank's part of a tensor of the state of `like`, as a DTensor that lies on the ranks as `like` does.
+
+    `part` itself if it is no tensor or a DTensor already, or `like` an ordinary tensor.
+    """
+    if not torch.is_tensor(part) or is_sharded(part) or not is_sharded(like):
+        return part
     from torch.distributed.tensor import DTensor
 
-    together = DTensor.from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
-    return together.full_tensor()
+    shape = torch.Size(whole_shape(tuple(part.shape), like))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
+
+
+def everywhere(p: Any) -> Tensor:
+    """The whole of a DTensor, which all ranks must ask for; an ordinary tensor as it is."""
+    whole: Tensor = p.full_tensor() if is_sharded(p) else p
+    return whole
+
+
+def whole_of(part: Tensor, like: Any) -> Tensor:
+    """The parts of all ranks as one tensor, laid out as `like`. All ranks must call this."""
+    return everywhere(placed(part, like))
 
 
 def part_of(whole: Tensor, like: Any) -> Tensor:
@@ -68,9 +89,53 @@ def largest(value: Tensor, meshes: Iterable[Any]) -> Tensor:
     return value
 
 
-def refuse_state(name: str, why: str) -> ValueError:
-    """For the state of a DTensor on its way into or out of a checkpoint, of a replicated one, too."""
-    return ValueError(
-        f"The state of {name} cannot be saved or loaded: it is a DTensor (fully_shard, tensor parallelism), and {why}. "
-        "Save the weights alone, use torch.optim.AdamW for such parameters, or train with Interleaved or DDP instead."
-    )
+def whole_shape(part: tuple[int, ...], like: Any) -> tuple[int, ...]:
+    """The shape of a whole tensor of the state of `like`, of which this rank's part has the shape `part`."""
+    local = local_of(like).shape
+    return tuple(like.shape[d] if n == local[d] else n for d, n in enumerate(part))
+
+
+class LocalState(UserDict[str, Any]):
+    """The state of a DTensor as a step sees it: this rank's part of tensors that are cut as `like` is."""
+
+    def __init__(self, state: dict[str, Any], like: Any, whole: Collection[str]) -> None:
+        self.data, self.like, self.whole = state, like, whole
+
+    def __getitem__(self, key: str) -> Any:
+        return local_of(self.data[key])
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        # A weight that FSDP keeps on the CPU is elsewhere than its mesh; its state stays with it, as a plain tensor.
+        here = torch.is_tensor(value) and value.device.type == self.like.device_mesh.device_type
+        plain = key in self.whole or key == "remainder" or not here
+        self.data[key] = value if plain else placed(value, self.like)
+
+
+def arriving(saved: Any, like: Any, what: str) -> Tensor:
+    """This rank's part of a saved state of `like`: of a DTensor on the same mesh, or of a whole tensor."""
+    if not is_sharded(saved):
+        return part_of(saved, like) if is_sharded(like) else saved
+    if not is_sharded(like):
+        raise ValueError(
+            f"{what} is a DTensor, and the parameter is not. Save the whole state, with "
+            "get_optimizer_state_dict(..., options=StateDictOptions(full_state_dict=True)), and load that."
+        )
+    if saved.device_mesh != like.device_mesh:
+        raise ValueError(
+            f"{what} is on {saved.device_mesh}, and the parameter on {like.device_mesh}. "
+            "Load it with torch.distributed.checkpoint, which moves it, or load the whole state."
+        )
+    return placed_as(saved, like)
+
+
+def restored(
+    saved: Tensor, like: Any, what: str, part: tuple[int, ...], dtype: torch.dtype, whole: bool = False
+) -> Tensor:
+    """A copy of a saved state of `like`, of which this rank keeps the shape `part`; of all if it is kept `whole`."""
+    expected = whole_shape(part, like) if is_sharded(like) and not whole else part
+    if tuple(saved.shape) != expected:
+        raise ValueError(f"{what} has shape {tuple(saved.shape)}, but this model's needs {expected}.")
+    if not saved.is_floating_point() or (dtype == torch.bfloat16 and saved.dtype != dtype):
+        raise ValueError(f"{what} has dtype {saved.dtype}, and is kept in {dtype}; save it again without a cast.")
+    mine = everywhere(saved) if whole else arriving(saved, like, what)
+    return mine.detach().to(local_of(like).device, dtype, copy=True)

@@ -8,6 +8,8 @@ float32 cut off, not rounded: rounding could carry into the upper half, and the 
 import torch
 from torch import Tensor
 
+from speedrun.optim.dtensor import everywhere
+
 
 def join(high: Tensor, low: Tensor) -> Tensor:
     """The float32 whose upper bits are `high` (bfloat16) and whose lower bits are `low` (int16)."""
@@ -24,7 +26,10 @@ def split(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def checksum(high: Tensor) -> int:
-    """Of the bits of a bfloat16 tensor and their order: tells whether a remainder still belongs to a weight."""
-    bits = high.detach().contiguous().view(torch.int16).flatten().to(torch.int64)
+    """Of the bits of a bfloat16 tensor and their order: tells whether a remainder still belongs to a weight.
+
+    That of a DTensor is of the whole, however it is cut, and all its ranks must ask for it.
+    """
+    bits = everywhere(high.detach()).contiguous().view(torch.int16).flatten().to(torch.int64)
     place = torch.arange(1, bits.numel() + 1, device=bits.device, dtype=torch.int64)
     return int(((bits + 0x9E3779B1) * (place * 0x85EBCA6B + 0xC2B2AE35)).sum().item())

@@ -6,32 +6,36 @@ An orthogonal update changes all directions of a matrix by the same amount, so a
     optimizer = Muon([{"params": qkv, "blocks": 3}, {"params": rest}], lr=0.02)
 
 The step collects all blocks of one shape, from whichever group, in one stack and orthogonalises them together. A
-*block* is what is orthogonalised: usually the whole matrix; Q, K and V of a fused matrix apart with `blocks=3`; heads
-apart with `blocks=heads`, or `blocks=(1, heads)` where they lie side by side in the columns.
+*block* is what is orthogonalised: usually the whole matrix; Q, K and V of a fused matrix apart with `blocks=3`, or
+`blocks=[32, 16, 16]` where they differ in height; heads apart with `blocks=heads`, or `blocks=(1, heads)` where they
+lie side by side in the columns. See speedrun.optim.blocks.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Iterator
+from typing import Any, Literal, Never, get_args
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from speedrun.optim import functional as F
-from speedrun.optim.base import SpeedrunOptimizer, Work
+from speedrun.optim.arguments import arguments, one_number
+from speedrun.optim.base import SpeedrunOptimizer
+from speedrun.optim.blocks import Blocks, Grid, Matrix, grids_of, list_blocks
 from speedrun.optim.dtensor import local_of, part_of, whole_of
 from speedrun.optim.orthogonalize import Method, Orthogonalizer, check_method, fast_dtype
 from speedrun.optim.polynomial import Coefficients, multiplications
+from speedrun.optim.spread import Owned, Spread, by_mesh
 from speedrun.optim.state import Group, named, require, value_at
+from speedrun.optim.work import Work
 
-Scale = Literal["none", "unit-variance", "spectral", "match-rms-adamw"]
+Scale = Literal["none", "unit-variance", "spectral", "match-rms-adamw", "unit-rms-norm"]
 Decay = Literal["decoupled", "cautious"]  # cautious: decay does not pull against what is being learned
 DecayBy = Literal["lr", "lr-squared"]
 MomentumForm = Literal["ema", "classical"]
-Matrix = Literal["flatten", "batch"]
-Blocks = int | tuple[int, int]
+Axis = int | None
 
 CHUNK_BYTES = 40 * 2**20  # of one stack in float32: bounds the memory of a step; larger ones were not faster
 PER_WEIGHT = 256.0  # multiplications in the time of everything else that is done to a weight, measured on a CPU
@@ -45,45 +49,11 @@ def scale_of(rule: str, rows: int, cols: int) -> float:
         return math.sqrt(max(rows, cols))
     if rule == "spectral":  # larger steps for tall matrices, so that a step changes all outputs by the same amount
         return math.sqrt(max(1.0, rows / cols))
+    if rule == "unit-rms-norm":  # inputs of root mean square 1 change outputs by at most 1
+        return math.sqrt(rows / cols)
     if rule == "match-rms-adamw":
         return 0.2 * math.sqrt(max(rows, cols))
     return 1.0
-
-
-class Grid:
-    """How a parameter falls into blocks: views of `lead` matrices, each cut into a x b blocks of (rows, cols)."""
-
-    def __init__(self, shape: Sequence[int], matrix: str, blocks: Blocks, name: str) -> None:
-        self.shape = tuple(shape)
-        self.a, self.b = (blocks, 1) if isinstance(blocks, int) else blocks
-        if len(self.shape) < 2:
-            raise ValueError(
-                f"Muon cannot train {name}: it has {len(self.shape)} dimension{'s' * (len(self.shape) != 1)}, "
-                "and needs at least 2. Give vectors and scalars to Adam; speedrun.optim.route(model) does that."
-            )
-        if matrix == "batch":
-            self.lead, height, width = math.prod(self.shape[:-2]), self.shape[-2], self.shape[-1]
-        else:
-            self.lead, height, width = 1, self.shape[0], math.prod(self.shape[1:])
-        if self.a < 1 or self.b < 1 or height % self.a or width % self.b:
-            raise ValueError(
-                f"blocks is {blocks!r}, which does not divide the {height} x {width} matrix of {name}; "
-                "give the number of blocks in its rows, or (in rows, in columns)."
-            )
-        self.rows, self.cols = height // self.a, width // self.b
-        self.count = self.lead * self.a * self.b
-
-    def cut(self, x: Tensor) -> Tensor:
-        """A tensor of the parameter's shape as (lead, a, b, rows, cols); a view when it is contiguous."""
-        return x.reshape(self.lead, self.a, self.rows, self.b, self.cols).transpose(2, 3)
-
-    def stack_view(self, x_Nrc: Tensor) -> Tensor:
-        """This parameter's part of a stack in the layout of `cut`."""
-        return x_Nrc.view(self.lead, self.a, self.b, self.rows, self.cols)
-
-    def join(self, x_Nrc: Tensor) -> Tensor:
-        """Back to the parameter's shape; a view unless blocks lie side by side in the columns."""
-        return self.stack_view(x_Nrc).transpose(2, 3).reshape(self.shape)
 
 
 Stack = list[tuple[Work, Grid]]
@@ -96,20 +66,27 @@ class Muon(SpeedrunOptimizer):
         lr: the update of a block has the size lr * lr_mul * scale.
         momentum, nesterov, momentum_form: `ema` averages (m <- mu m + (1 - mu) g), `classical` sums (m <- mu m + g).
         method, steps, coefficients: see `orthogonalize`.
-        scale: `spectral` is sqrt(max(1, rows/cols)); `unit-variance` is sqrt(max(rows, cols));
-            `match-rms-adamw` is 0.2 of that, so that a learning rate tuned for AdamW fits; `none` is 1.
+        scale: `spectral` is sqrt(max(1, rows/cols)); `unit-rms-norm` is sqrt(rows/cols), also below 1;
+            `unit-variance` is sqrt(max(rows, cols)); `match-rms-adamw` is 0.2 of that, so that a learning rate tuned
+            for AdamW fits; `none` is 1. docs/optimizers.md has the names that others give them.
         weight_decay, decay: `decoupled` shrinks every weight, `cautious` only where the update shrinks it too.
         decay_by: `lr` multiplies the decay by lr * lr_mul, as AdamW does; `lr-squared` by lr * (lr * lr_mul * scale).
         update_ema: the applied update is an average with this much of the previous ones; 0 turns it off.
-        lr_mul, wd_mul, blocks, matrix: one value, or a list with one for each parameter of the group.
+        lr_mul, wd_mul, blocks, matrix, transposed: one value, or a list with one for each parameter of the group.
+        blocks: how many equal ones in the rows, (in rows, in columns), or a list with the height of each.
         matrix: how more than two dimensions are read: `flatten` (rows, everything else), for convolutions;
             `batch` (..., rows, columns), for several matrices in one tensor.
+        transposed: whether inputs are stored as rows, as in Conv1D of transformers; such a parameter is trained as its
+            transpose would be, and `blocks` are those of the transpose.
         exact_bf16: keep 16 more bits for bfloat16 weights, which makes them exact float32 (speedrun.optim.exact_bf16).
         dtype: of the orthogonalisation; None takes what the device is fast at.
     """
 
-    per_parameter: tuple[str, ...] = ("lr_mul", "wd_mul", "blocks", "matrix")
+    per_parameter: tuple[str, ...] = ("lr_mul", "wd_mul", "blocks", "matrix", "transposed")
+    marks: tuple[str, ...] = ("method", "momentum_form")
+    needed: tuple[str, ...] = ("momentum_buffer",)
     whole_matrices = True
+    whole_state: tuple[str, ...] = ()  # computed from whole matrices: of a DTensor the same on all ranks
 
     def __init__(
         self,
@@ -131,32 +108,24 @@ class Muon(SpeedrunOptimizer):
         wd_mul: float | list[float] = 1.0,
         blocks: Blocks | list[Blocks] = 1,
         matrix: Matrix | list[Matrix] = "flatten",
+        transposed: bool | list[bool] = False,
         exact_bf16: bool = True,
         dtype: torch.dtype | None = None,
-        **more: Any,
+        **unknown: Never,
     ) -> None:
-        if more and type(self) is Muon:
-            raise TypeError(f"Muon has no argument {next(iter(more))!r}.")
-        defaults = {
-            "lr": lr, "momentum": momentum, "nesterov": nesterov, "momentum_form": momentum_form, "method": method,
-            "steps": steps, "coefficients": coefficients, "scale": scale, "weight_decay": weight_decay, "decay": decay,
-            "decay_by": decay_by, "update_ema": update_ema, "lr_mul": lr_mul, "wd_mul": wd_mul, "blocks": blocks,
-            "matrix": matrix, "exact_bf16": exact_bf16, "dtype": dtype, **more,
-        }  # fmt: skip
-        super().__init__(params, defaults)
+        super().__init__(params, arguments(locals()))
 
     def _check_group(self, group: Group) -> None:
+        list_blocks(group)
         super()._check_group(group)
         check_method(group["method"], group["steps"], group["coefficients"])
         kinds = {"scale": Scale, "decay": Decay, "decay_by": DecayBy, "momentum_form": MomentumForm}
         for key, choices in kinds.items():
             require(group[key] in get_args(choices), key, group[key], "one of: " + ", ".join(get_args(choices)))
         for key in ("momentum", "update_ema"):
-            require(0 <= group[key] < 1, key, group[key], "at least 0 and below 1")
+            require(0 <= one_number(key, group[key]) < 1, key, group[key], "at least 0 and below 1")
         for index, (name, p) in enumerate(named(group, len(self.param_groups) - 1)):
-            matrix = value_at(group["matrix"], index)
-            require(matrix in get_args(Matrix), "matrix", matrix, "one of: " + ", ".join(get_args(Matrix)))
-            Grid(p.shape, matrix, value_at(group["blocks"], index), name)
+            grids_of(p.shape, group, index, name)
 
     def _state_shapes(self, p: Tensor, group: Group) -> dict[str, tuple[int, ...] | None]:
         shape = tuple(local_of(p).shape)
@@ -169,18 +138,37 @@ class Muon(SpeedrunOptimizer):
 
     def effort(self, p: Tensor, group: Group, index: int) -> float:
         """The multiplications of its orthogonalisation, and its passes through memory as multiplications."""
-        grid = Grid(p.shape, value_at(group["matrix"], index), value_at(group["blocks"], index), "")
         dtype = group["dtype"] or fast_dtype(p.device)
-        products = multiplications(grid.rows, grid.cols, group["steps"], dtype, p.device)
-        return grid.count * products + PER_WEIGHT * p.numel()
+        products = (
+            grid.count * multiplications(grid.rows, grid.cols, group["steps"], dtype, p.device)
+            for grid in grids_of(p.shape, group, index)
+        )
+        return sum(products) + PER_WEIGHT * p.numel()
 
     # ------------------------------------------------------------------ step
 
     def _update(self, work: list[Work], finite: float | Tensor) -> None:
-        for bucket in self._buckets(work):
-            self._step_bucket(bucket, finite)
+        for stacks in self._by_shape([w for w in work if w.sharded is None]):
+            self._step_same_shape(stacks, finite)
+        for shared in by_mesh(work):
+            self._step_shared(shared, finite)
 
-    def _bucket_key(self, w: Work, grid: Grid) -> tuple[Any, ...]:
+    def _step_shared(self, work: list[Work], finite: float | Tensor) -> None:
+        """DTensors of one mesh: momentum and weights in parts, what is orthogonalised whole, spread over the ranks."""
+        spread = Spread(work, [self.effort(w.sharded, w.group, w.index) for w in work])
+        for stacks in self._by_shape(spread.to_owners([self._advance_and_look_ahead(w, finite) for w in work])):
+            self._step_same_shape(stacks, finite)
+        for w, update in zip(work, spread.to_all([self._whole_shapes(w) for w in work]), strict=True):
+            self._apply(w, update, finite)
+
+    def _whole_shapes(self, w: Work) -> dict[str, tuple[int, ...]]:
+        """Of what owners of matrices learn and all ranks of the mesh keep."""
+        return {
+            key: tuple(w.state[key].shape) if key in w.state else self._state_shapes(w.sharded, w.group)[key] or ()
+            for key in self.whole_state
+        }
+
+    def _shape_key(self, w: Work, grid: Grid) -> tuple[Any, ...]:
         """Blocks with equal keys go through the orthogonaliser together; tall and wide ones of the same sides, too."""
         g = w.group
         triples = None if g["coefficients"] is None else tuple(map(tuple, g["coefficients"]))
@@ -188,15 +176,15 @@ class Muon(SpeedrunOptimizer):
         return w.param.device, *sorted((grid.rows, grid.cols)), g["method"], g["steps"], triples, dtype
 
     def _stack_key(self, w: Work, grid: Grid) -> tuple[Any, ...]:
-        """Blocks of one bucket with equal keys are one stack."""
+        """Blocks of one size with equal keys are one stack."""
         return grid.rows, grid.cols
 
-    def _buckets(self, work: list[Work]) -> Iterator[list[Stack]]:
-        buckets: dict[tuple[Any, ...], Stack] = defaultdict(list)
+    def _by_shape(self, work: list[Work]) -> Iterator[list[Stack]]:
+        alike: dict[tuple[Any, ...], Stack] = defaultdict(list)
         for w in work:
-            grid = Grid(w.shape, w.of("matrix"), w.of("blocks"), w.name)
-            buckets[self._bucket_key(w, grid)].append((w, grid))
-        for members in buckets.values():
+            for grid in grids_of(w.shape, w.group, w.index):
+                alike[self._shape_key(w, grid)].append((w, grid))
+        for members in alike.values():
             grid = members[0][1]
             limit = max(LEAST, CHUNK_BYTES // (4 * grid.rows * grid.cols) // 2 * 2)  # even: pairs of cores stay busy
             chunk: Stack = []
@@ -213,28 +201,39 @@ class Muon(SpeedrunOptimizer):
             stacks[self._stack_key(w, grid)].append((w, grid))
         return list(stacks.values())
 
-    def _step_bucket(self, bucket: list[Stack], finite: float | Tensor) -> None:
-        counts = [[grid.count for _, grid in stack] for stack in bucket]
-        orthogonalizer = self._orthogonalizer(bucket, tuple(map(sum, counts)))
-        for stack, stack_Nrc, parts in zip(bucket, orthogonalizer.stacks, counts, strict=True):
+    def _step_same_shape(self, stacks: list[Stack], finite: float | Tensor) -> None:
+        counts = [[grid.count for _, grid in stack] for stack in stacks]
+        orthogonalizer = self._orthogonalizer(stacks, tuple(map(sum, counts)))
+        for stack, stack_Nrc, parts in zip(stacks, orthogonalizer.stacks, counts, strict=True):
             for (w, grid), part in zip(stack, stack_Nrc.split(parts), strict=True):
-                self._momentum(w, grid.stack_view(part), grid, finite)
+                if isinstance(w, Owned):
+                    grid.stack_view(part).copy_(grid.cut(w.grad))
+                    continue
+                advance, grid.layout.begun = not grid.layout.begun, True
+                g, m = self._advance_momentum(w, finite, advance)
+                self._look_ahead(w.group, grid.cut(g), grid.cut(m), grid.stack_view(part))
         updates = orthogonalizer.run()
-        for stack, out_Nrc, spare_Nrc, parts in zip(bucket, updates, orthogonalizer.stacks, counts, strict=True):
+        for stack, out_Nrc, spare_Nrc, parts in zip(stacks, updates, orthogonalizer.stacks, counts, strict=True):
             out_Nrc = self._normalize(stack, out_Nrc.to(spare_Nrc.dtype), finite, spare_Nrc)
             for (w, grid), part in zip(stack, out_Nrc.split(parts), strict=True):
-                self._apply(w, grid.join(part), scale_of(w.group["scale"], grid.rows, grid.cols), finite)
+                update = grid.collect(part)
+                if update is None:
+                    continue
+                if isinstance(w, Owned):
+                    w.grad.copy_(update)
+                else:
+                    self._apply(w, update, finite)
 
-    def _orthogonalizer(self, bucket: list[Stack], counts: tuple[int, ...]) -> Orthogonalizer:
+    def _orthogonalizer(self, stacks: list[Stack], counts: tuple[int, ...]) -> Orthogonalizer:
         """Buckets of the same shapes share one; it keeps its memory from step to step."""
-        first, grid = bucket[0][0]
+        first, grid = stacks[0][0]
         wide = torch.float64 if first.param.dtype == torch.float64 else torch.float32
-        shapes = tuple((n, stack[0][1].rows, stack[0][1].cols) for n, stack in zip(counts, bucket, strict=True))
-        key = shapes, wide, self._bucket_key(first, grid)
+        shapes = tuple((n, stack[0][1].rows, stack[0][1].cols) for n, stack in zip(counts, stacks, strict=True))
+        key = shapes, wide, self._shape_key(first, grid)
         known: dict[Any, Orthogonalizer] = self.__dict__.setdefault("_orthogonalizers", {})
         found = known.pop(key, None)
         if found is None:
-            _, _, _, method, steps, triples, dtype = self._bucket_key(first, grid)
+            _, _, _, method, steps, triples, dtype = self._shape_key(first, grid)
             like = torch.empty(0, dtype=wide, device=first.param.device)
             found = Orthogonalizer(shapes, method, steps, triples, dtype, like)
         known[key] = found  # the latest is last
@@ -242,25 +241,28 @@ class Muon(SpeedrunOptimizer):
             del known[next(iter(known))]
         return found
 
-    def _momentum(self, w: Work, part: Tensor, grid: Grid, finite: float | Tensor) -> None:
-        """Advance the momentum, and write what is to be orthogonalised into the stack."""
-        mu, wide = w.group["momentum"], part.dtype
+    def _advance_and_look_ahead(self, w: Work, finite: float | Tensor) -> Tensor:
+        """Advance the momentum. This rank's part of what is to be orthogonalised."""
+        g, m = self._advance_momentum(w, finite)
+        ahead = torch.empty_like(m)
+        self._look_ahead(w.group, g, m, ahead)
+        return ahead
+
+    @staticmethod
+    def _advance_momentum(w: Work, finite: float | Tensor, advance: bool = True) -> tuple[Tensor, Tensor]:
+        """The gradient, and the momentum that has learned of it."""
+        mu, wide = w.group["momentum"], torch.float64 if w.param.dtype == torch.float64 else torch.float32
         if "momentum_buffer" not in w.state:
             w.state["momentum_buffer"] = torch.zeros_like(w.param, dtype=wide, memory_format=torch.contiguous_format)
         m: Tensor = w.state["momentum_buffer"]
         g = w.grad.to(wide)
         if isinstance(finite, Tensor):
             g = torch.where(finite > 0, g, 0)
-        if w.group["momentum_form"] == "ema":
+        if advance and w.group["momentum_form"] == "ema":
             F.ema_momentum_(m, g, (1 - mu) * finite)
-        else:
+        elif advance:
             F.classical_momentum_(m, g, mu if isinstance(finite, float) else 1 - (1 - mu) * finite)
-        if w.sharded is None:
-            self._look_ahead(w.group, grid.cut(g), grid.cut(m), part)
-        else:
-            mine = torch.empty_like(m)
-            self._look_ahead(w.group, g, m, mine)
-            part.copy_(grid.cut(whole_of(mine, w.sharded)))
+        return g, m
 
     @staticmethod
     def _look_ahead(group: Group, g: Tensor, m: Tensor, out: Tensor) -> None:
@@ -273,26 +275,38 @@ class Muon(SpeedrunOptimizer):
     def _normalize(self, stack: Stack, out_Nrc: Tensor, finite: float | Tensor, spare_Nrc: Tensor) -> Tensor:
         return out_Nrc
 
-    def _apply(self, w: Work, update: Tensor, scale: float, finite: float | Tensor) -> None:
+    def _apply(self, w: Work, update: Tensor, finite: float | Tensor) -> None:
         """Weight decay and the step itself, on the master."""
-        group = w.group
-        if w.sharded is not None:
-            update = part_of(update, w.sharded)
+        group, x = w.group, self._read(w)
         smooth = group["update_ema"]
         if smooth:  # smoother steps: an average of the orthogonalised updates
             if "update_buffer" not in w.state:
                 w.state["update_buffer"] = torch.zeros_like(update, memory_format=torch.contiguous_format)
             update = F.ema_momentum_(w.state["update_buffer"], update, (1 - smooth) * finite)
         lr = float(group["lr"]) * w.of("lr_mul")
-        size = lr * scale * finite
+        size = lr * self._scale(w, update) * finite
         decay = group["weight_decay"] * w.of("wd_mul")
         decay *= lr * finite if group["decay_by"] == "lr" else float(group["lr"]) * size
-        x = self._read(w)
         if group["weight_decay"] and group["decay"] == "decoupled":
             F.decay_(x, decay)
         elif group["weight_decay"]:
             F.cautious_decay_(x, update, decay)
         self._write(w, F.apply_update_(x, update, size))
+
+    @staticmethod
+    def _scale(w: Work, like: Tensor) -> float | Tensor:
+        """The factor of the update: one number, or one for each weight of `like` where blocks differ in height."""
+        grids = grids_of(w.shape, w.group, w.index)
+        scales = [scale_of(w.group["scale"], grid.rows, grid.cols) for grid in grids]
+        if len(grids) == 1:
+            return scales[0]
+        layout = grids[0].layout
+        parts = [
+            like.new_full((layout.lead, grid.a * grid.rows, layout.width), scale)
+            for grid, scale in zip(grids, scales, strict=True)
+        ]
+        whole = layout.restore(torch.cat(parts, dim=-2))
+        return whole if w.sharded is None else part_of(whole, w.sharded)
 
 
 class NorMuon(Muon):
@@ -309,48 +323,73 @@ class NorMuon(Muon):
     """
 
     per_parameter = (*Muon.per_parameter, "axis")
+    marks = (*Muon.marks, "beta2")
+    needed = (*Muon.needed, "second_moment")
+    whole_state: tuple[str, ...] = ("second_moment",)
 
     def __init__(
         self,
         params: ParamsT,
         lr: float | Tensor = 0.02,
         *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        momentum_form: MomentumForm = "ema",
+        method: Method = "polar-express",
+        steps: int = 5,
+        coefficients: Coefficients | None = None,
+        scale: Scale = "spectral",
+        weight_decay: float = 0.0,
+        decay: Decay = "decoupled",
+        decay_by: DecayBy = "lr",
+        update_ema: float = 0.0,
+        lr_mul: float | list[float] = 1.0,
+        wd_mul: float | list[float] = 1.0,
+        blocks: Blocks | list[Blocks] = 1,
+        matrix: Matrix | list[Matrix] = "flatten",
+        transposed: bool | list[bool] = False,
+        exact_bf16: bool = True,
+        dtype: torch.dtype | None = None,
         beta2: float = 0.95,
-        axis: int | list[int | None] | None = None,
-        **options: Any,
+        axis: Axis | list[Axis] = None,
+        **unknown: Never,
     ) -> None:
-        unknown = set(options) - set(Muon.__init__.__kwdefaults__ or ())
-        if unknown:
-            raise TypeError(f"NorMuon has no argument {sorted(unknown)[0]!r}.")
-        super().__init__(params, lr, beta2=beta2, axis=axis, **options)
+        SpeedrunOptimizer.__init__(self, params, arguments(locals()))  # Muon's own would refuse what is new here
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
-        require(0 <= group["beta2"] < 1, "beta2", group["beta2"], "at least 0 and below 1")
+        require(0 <= one_number("beta2", group["beta2"]) < 1, "beta2", group["beta2"], "at least 0 and below 1")
         for axis in group["axis"] if isinstance(group["axis"], list) else [group["axis"]]:
             require(axis in (None, -1, -2), "axis", axis, "-1, -2 or None")
 
     def _state_shapes(self, p: Tensor, group: Group) -> dict[str, tuple[int, ...] | None]:
         index = next(i for i, q in enumerate(group["params"]) if q is p)
-        grid = Grid(p.shape, value_at(group["matrix"], index), value_at(group["blocks"], index), "")
-        return {
-            **super()._state_shapes(p, group),
-            "second_moment": self._second_shape(grid, value_at(group["axis"], index)),
-        }
+        shapes = [self._second_shape(grid, value_at(group["axis"], index)) for grid in grids_of(p.shape, group, index)]
+        whole = shapes[0] if len(shapes) == 1 else (sum(map(math.prod, shapes)),)
+        return {**super()._state_shapes(p, group), "second_moment": whole}
 
     @staticmethod
-    def _second_shape(grid: Grid, axis: int | None) -> tuple[int, int, int]:
+    def _second_shape(grid: Grid, axis: Axis) -> tuple[int, int, int]:
         axis = axis or (-1 if grid.rows >= grid.cols else -2)
         return (grid.count, grid.rows, 1) if axis == -1 else (grid.count, 1, grid.cols)
+
+    def _second_moment(self, w: Work, grid: Grid, like: Tensor) -> Tensor:
+        """Of a grid's blocks, a view of the state; where there are several grids that is one vector."""
+        shape, axis = self._second_shape(grid, w.of("axis")), w.of("axis")
+        before = after = 0
+        for other in () if grid.alone else grids_of(w.shape, w.group, w.index):
+            size = math.prod(self._second_shape(other, axis))
+            before, after = before + size * (other.start < grid.start), after + size
+        if "second_moment" not in w.state:
+            w.state["second_moment"] = like.new_zeros(shape if grid.alone else after)
+        whole: Tensor = w.state["second_moment"]
+        return whole if grid.alone else whole[before : before + math.prod(shape)].view(shape)
 
     def _stack_key(self, w: Work, grid: Grid) -> tuple[Any, ...]:
         return *super()._stack_key(w, grid), self._second_shape(grid, w.of("axis"))[1:], w.group["beta2"]
 
     def _normalize(self, stack: Stack, out_Nrc: Tensor, finite: float | Tensor, spare_Nrc: Tensor) -> Tensor:
-        for w, grid in stack:
-            if "second_moment" not in w.state:
-                w.state["second_moment"] = out_Nrc.new_zeros(self._second_shape(grid, w.of("axis")))
-        moments: list[Tensor] = [w.state["second_moment"] for w, _ in stack]
+        moments = [self._second_moment(w, grid, out_Nrc) for w, grid in stack]
         second = torch.cat(moments)
         F.normuon_scale_(out_Nrc, second, (1 - stack[0][0].group["beta2"]) * finite, spare_Nrc)
         for moment, fresh in zip(moments, second.split([len(m) for m in moments]), strict=True):

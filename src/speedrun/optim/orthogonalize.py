@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from speedrun.optim.polynomial import Coefficients, Program, iterate_plain, unit_norm
+from speedrun.optim.state import require
 
 Method = Literal["polar-express", "newton-schulz", "svd"]
 
@@ -45,6 +46,7 @@ POLAR_EXPRESS: Coefficients = (
 _DEFAULTS: dict[str, tuple[Coefficients, float]] = {  # coefficients, and how far below 1 the norm is brought
     "polar-express": (POLAR_EXPRESS, 1.02),
     "newton-schulz": (NEWTON_SCHULZ, 1.0),
+    "svd": ((), 1.0),
 }
 _CLASSIC = (15 / 8, -10 / 8, 3 / 8)  # converges to 1 exactly, slowly: used when LAPACK gives up
 
@@ -84,11 +86,13 @@ def orthogonalize(
 
 
 def check_method(method: str, steps: int, coefficients: Coefficients | None) -> None:
-    if method not in get_args(Method):
-        raise ValueError(f"method is {method!r}; it must be one of: {', '.join(get_args(Method))}.")
-    if steps < 1:
-        raise ValueError(f"steps is {steps}; it must be at least 1.")
-    if coefficients is not None and (not coefficients or any(len(triple) != 3 for triple in coefficients)):
+    require(method in get_args(Method), "method", method, "one of: " + ", ".join(get_args(Method)))
+    require(type(steps) is int and steps >= 1, "steps", steps, "at least 1, and whole")
+    if coefficients is not None and not (
+        isinstance(coefficients, Sequence)
+        and coefficients
+        and all(isinstance(triple, Sequence) and len(triple) == 3 for triple in coefficients)
+    ):
         raise ValueError(f"coefficients is {coefficients!r}; it must hold triples (a, b, c), at least one.")
 
 
@@ -108,7 +112,7 @@ class Orthogonalizer:
         like: Tensor,
     ) -> None:
         self.svd, self.dtype = method == "svd", dtype
-        default, self.margin = _DEFAULTS.get(method, (POLAR_EXPRESS, 1.0))
+        default, self.margin = _DEFAULTS[method]
         triples = list(default if coefficients is None else coefficients)[:steps]
         self.triples = triples + triples[-1:] * (steps - len(triples))
         self.program: Program | None = None

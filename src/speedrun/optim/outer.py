@@ -6,7 +6,8 @@ The inner optimizer explores for k steps. What it did, seen as one long gradient
 goes on from there.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,40 +15,92 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from speedrun.optim.dtensor import is_sharded, refuse_state
-from speedrun.optim.protocol import adapted
-from speedrun.optim.state import Loss, States, by_name, evaluate, named, params_of, put_back, require
+from speedrun.optim.arguments import one_number
+from speedrun.optim.base import step_within
+from speedrun.optim.dtensor import local_of, placed, restored
+from speedrun.optim.protocol import Saving, adapted
+from speedrun.optim.state import Loss, States, by_name, evaluate, fitted, named, params_of, put_back, require, untraced
 
 NUMBERS = ("count", "lr", "momentum", "k")
 KEPT = ("outer", "outer_momentum")
 """The state of a parameter here: float32 also where the weight is not."""
 
 
-class Snoo(Optimizer):
+class _InGroups:
+    """A number of Snoo's, kept in every parameter group: of an optimizer's numbers, checkpoints have only those."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.key = f"snoo_{name}"
+
+    def __get__(self, snoo: Any, owner: type) -> Any:
+        return snoo.param_groups[0][self.key]
+
+    def __set__(self, snoo: Any, value: Any) -> None:
+        for group in snoo.param_groups:
+            group[self.key] = value
+
+
+class _Both(MutableMapping[Any, Any]):
+    """The state of the inner optimizer and Snoo's own, as one mapping."""
+
+    def __init__(self, inner: Any, outer: dict[Tensor, dict[str, Tensor]]) -> None:
+        self.inner, self.outer = inner, outer
+
+    def __getitem__(self, key: Any) -> Any:
+        return ChainMap(self.inner.state[key], self.outer[key]) if key in self.outer else self.inner.state[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if torch.is_tensor(key):
+            self.outer.pop(key, None)
+            if any(name in value for name in KEPT):
+                self.outer[key] = {name: value[name] for name in KEPT if name in value}
+            value = {name: kept for name, kept in value.items() if name not in KEPT}
+        self.inner.state[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        self.outer.pop(key, None)
+        del self.inner.state[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from dict.fromkeys([*self.inner.state, *self.outer])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class Snoo(Saving, Optimizer):
     """Wraps any optimizer; groups and state are the inner one's, so schedulers work as before.
 
     The first outer step comes right after the first inner one, then after every k. Exact bfloat16 weights stay exact:
-    the outer step is made on their float32 values.
+    the outer step is made on their float32 values. The weights at the first step are the first outer ones.
+
+    `state[p]` has `outer` and `outer_momentum` beside what the inner optimizer keeps. `lr`, `momentum`, `k` and the
+    number of steps are in the groups, as `snoo_lr` and so on.
     """
 
+    count, lr, momentum, k = _InGroups(), _InGroups(), _InGroups(), _InGroups()
+
     def __init__(self, optimizer: Optimizer, lr: float = 0.68, momentum: float = 0.37, k: int = 28) -> None:
-        require(lr >= 0, "lr", lr, "not negative")
-        require(0 <= momentum < 1, "momentum", momentum, "at least 0 and below 1")
-        require(k >= 1, "k", k, "at least 1")
+        if not hasattr(optimizer, "param_groups"):
+            kind = type(optimizer).__name__
+            raise ValueError(f"Snoo got a {kind}; wrap it around an optimizer: Snoo(Adam(...)).")
+        require(one_number("lr", lr) >= 0, "lr", lr, "not negative")
+        require(0 <= one_number("momentum", momentum) < 1, "momentum", momentum, "at least 0 and below 1")
+        require(type(k) is int and k >= 1, "k", k, "at least 1, and whole")
         self.optimizer: Any = optimizer
         self.outer: dict[Tensor, dict[str, Tensor]] = {}
-        self.lr, self.momentum, self.k, self.count = lr, momentum, k, 0
-        super().__init__([{"params": params_of(optimizer.param_groups)}], {})
+        super().__init__([{"params": params_of(optimizer.param_groups)}], optimizer.defaults)
         self._share()
-        self._start()
+        self.lr, self.momentum, self.k, self.count = lr, momentum, k, 0
 
     def _share(self) -> None:
-        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
+        self.param_groups = self.optimizer.param_groups
+        self.state: Any = _Both(self.optimizer, self.outer)
 
     def _start(self) -> None:
         """Weights that are new here are their own outer ones; momentum comes with the first outer step."""
-        for p in params_of(self.optimizer.param_groups):
-            if p not in self.outer:
+        for p in params_of(self.param_groups):
+            if p.requires_grad and p not in self.outer:
                 self.outer[p] = {"outer": self._inner.master(p)}
 
     @property
@@ -59,12 +112,14 @@ class Snoo(Optimizer):
             super().add_param_group(param_group)
             return
         self.optimizer.add_param_group(param_group)
-        self._start()
+        for key in NUMBERS:
+            setattr(self, key, getattr(self, key))
 
-    @torch.compiler.disable
+    @untraced
     def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:
         loss = evaluate(closure)
-        self.optimizer.step()
+        self._start()
+        step_within(self.optimizer)
         if self.count % self.k == 0:
             self._outer_step()
         self.count += 1
@@ -85,20 +140,23 @@ class Snoo(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
 
-    @torch.no_grad()
     def reset(self) -> None:
-        """Drop all state; the present weights are the new starting point."""
+        """Drop all state; the weights at the next step are the new starting point."""
         self._inner.reset()
         self.count = 0
         self.outer.clear()
-        self._start()
 
     def state_bytes(self) -> dict[Tensor, int]:
         """How many bytes each parameter takes here and in the inner optimizer, which must be one of this package."""
         sizes: dict[Tensor, int] = self._inner.state_bytes()
-        for p, state in self.outer.items():
-            sizes[p] += 2 * state["outer"].nbytes  # the outer weights and their momentum
+        for p, size in self.outer_bytes().items():
+            sizes[p] += 2 * size  # the outer weights and their momentum
         return sizes
+
+    def outer_bytes(self) -> dict[Tensor, int]:
+        """How many bytes the outer weights of each parameter take."""
+        trained = [p for p in params_of(self.param_groups) if p.requires_grad]
+        return {p: local_of(p).numel() * max(p.itemsize, 4) for p in trained}
 
     def master(self, p: Tensor) -> Tensor:
         return self._inner.master(p)
@@ -136,40 +194,56 @@ class Snoo(Optimizer):
         inner = {name: {k: v for k, v in state.items() if k not in KEPT} for name, state in states.items()}
         self._inner.load_full_state_dict(inner)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's, and `snoo` beside it, by the names of the parameters."""
-        self._refuse_sharded()
-        kept = {key: getattr(self, key) for key in NUMBERS} | {"state": by_name(self.param_groups, self.outer)}
-        return {**self.optimizer.state_dict(), "snoo": kept}
+    def _saved(self) -> dict[str, Any]:
+        """The inner optimizer's, with the outer weights and momenta in the state of each parameter."""
+        saved: dict[str, Any] = self.optimizer.state_dict()
+        numbers = [i for group in saved["param_groups"] for i in group["params"]]
+        states = dict(saved["state"])
+        for i, p in zip(numbers, params_of(self.param_groups), strict=True):
+            if p in self.outer:
+                states[i] = {**states.get(i, {}), **self.outer[p]}
+        return {**saved, "state": states}
 
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._refuse_sharded()
-        if "snoo" not in state_dict:
-            raise ValueError(
-                "This state_dict was not made by Snoo: it has no `snoo`; load it into the inner optimizer."
-            )
-        saved = state_dict["snoo"]
-        for name, state in by_name(self.param_groups, self.outer).items():
-            if name not in saved["state"] or saved["state"][name]["outer"].shape != state["outer"].shape:
-                raise ValueError(f"The state_dict's `snoo` has no {name}, or one of another shape.")
-        self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != "snoo"})
+    def _checked(self, state_dict: dict[str, Any]) -> tuple[dict[Tensor, dict[str, Tensor]], Any]:
+        outer: dict[Tensor, dict[str, Tensor]] = {}
+        chosen = fitted(state_dict, self.param_groups, "Snoo")
+        for number, ((saved, ids), group) in enumerate(zip(chosen, self.param_groups, strict=True)):
+            if not all(f"snoo_{key}" in saved for key in NUMBERS):
+                raise _foreign("its groups lack `snoo_count`")
+            for (name, p), i in zip(named(group, number), ids, strict=True):
+                state = state_dict["state"].get(i, {})
+                if any(key in state for key in KEPT):
+                    outer[p] = {key: _restored(state[key], key, name, p) for key in KEPT if key in state}
+        if any(state_dict["state"].get(i) for _, ids in chosen for i in ids) and not outer:
+            raise _foreign("parameters have state, and none has `outer`")
+        inner = {
+            i: {key: value for key, value in state.items() if key not in KEPT} if isinstance(state, dict) else state
+            for i, state in state_dict["state"].items()
+        }
+        return outer, self._inner.check({**state_dict, "state": inner})
+
+    def _take(self, checked: tuple[dict[Tensor, dict[str, Tensor]], Any]) -> None:
+        outer, inner = checked
+        self._inner.take(inner)
+        self.outer.clear()
+        self.outer.update(outer)
         self._share()
-        put_back(self.param_groups, self.outer, saved["state"])
-        for key in NUMBERS:
-            setattr(self, key, saved[key])
-
-    def _refuse_sharded(self) -> None:
-        """torch.distributed.checkpoint drops `snoo` silently, whatever the inner optimizer does."""
-        for number, group in enumerate(self.param_groups):
-            for name, p in named(group, number):
-                if is_sharded(p):
-                    raise refuse_state(name, "a checkpoint leaves out what Snoo keeps, whichever optimizer it wraps")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: self.__dict__[key] for key in (*NUMBERS, "optimizer", "outer", "defaults")}
+        return {key: self.__dict__[key] for key in ("optimizer", "outer", "defaults")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         super().__setstate__({"defaults": state["defaults"], "state": {}, "param_groups": []})
         self._share()
+
+
+def _restored(saved: Tensor, key: str, name: str, p: Tensor) -> Tensor:
+    part = restored(
+        saved, p, f"The state {key!r} of {name}", tuple(local_of(p).shape), torch.promote_types(p.dtype, torch.float32)
+    )
+    return placed(part, p)
+
+
+def _foreign(why: str) -> ValueError:
+    return ValueError(f"This state_dict was not made by Snoo: {why}. Load it into the inner optimizer.")

@@ -1,5 +1,6 @@
 """What a trainer may ask of any optimizer here, in one process or in several."""
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
@@ -7,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from speedrun.optim.state import Group, States, by_name, copied, params_of, put_back
+from speedrun.optim.state import Group, States, by_name, copied, fitted, params_of, put_back, require, untraced
 
 
 @runtime_checkable
@@ -66,6 +67,58 @@ class TrainerOptimizer(Protocol):
         """The sums of `numbers` over all ranks. Called, if at all, after the last backward pass of a step."""
 
 
+class Saving:
+    """`state_dict` and `load_state_dict` with the hooks of `torch.optim.Optimizer`.
+
+    Loading has two parts, so that an optimizer of several refuses a state before the first of them has changed.
+    """
+
+    def _saved(self) -> dict[str, Any]:
+        """What `state_dict` returns when there are no hooks."""
+        raise NotImplementedError
+
+    def _checked(self, state_dict: dict[str, Any]) -> Any:
+        """Everything that `_take` needs to load it; ValueError if that cannot be done."""
+        raise NotImplementedError
+
+    def _take(self, checked: Any) -> None:
+        """Load what `_checked` returned."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """In torch's layout; see docs/optimizers.md."""
+        own: Any = self
+        for before in own._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        found = self._saved()
+        for after in own._optimizer_state_dict_post_hooks.values():
+            changed = after(self, found)
+            found = found if changed is None else changed
+        return found
+
+    @untraced
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a copy of what `state_dict` returned; ValueError, and nothing is changed, if it does not fit."""
+        self.take(self.check(state_dict))
+
+    def check(self, state_dict: dict[str, Any]) -> Any:
+        """The first part of loading: it changes nothing, and all ranks of a mesh must call it together."""
+        own: Any = self
+        state_dict = copy.copy(state_dict)
+        for before in own._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        with torch.no_grad():
+            return self._checked(state_dict)
+
+    def take(self, checked: Any) -> None:
+        """The second part of loading: make what `check` returned the state."""
+        own: Any = self
+        self._take(checked)
+        for after in own._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+
 class InOneProcess:
     """The part of `TrainerOptimizer` that is the same for all optimizers of one process."""
 
@@ -92,8 +145,7 @@ class InOneProcess:
 
     def clip_grad_norm_(self, max_norm: float, parameters: Iterable[Tensor] | None = None) -> Tensor:
         """See `TrainerOptimizer`: `torch.nn.utils.clip_grad_norm_`."""
-        if not max_norm > 0:
-            raise ValueError(f"max_norm is {max_norm}; it must be positive.")
+        require(max_norm > 0, "max_norm", max_norm, "positive")
         clipped = params_of(self.param_groups) if parameters is None else parameters
         return nn.utils.clip_grad_norm_(clipped, max_norm, foreach=True)
 
@@ -118,6 +170,18 @@ class Foreign(InOneProcess):
     def members(self) -> list[Any]:
         return []
 
+    def check(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """In our order, which is the only one that `load_state_dict` of torch knows."""
+        own = self.optimizer.param_groups
+        groups = []
+        for (saved, ids), group in zip(fitted(state_dict, own, type(self.optimizer).__name__), own, strict=True):
+            names = {"param_names": group["param_names"]} if "param_names" in group else {}
+            groups.append({**saved, "params": ids, **names})
+        return {**state_dict, "param_groups": groups}
+
+    def take(self, checked: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(checked)
+
     def reset(self) -> None:
         self.optimizer.state.clear()
 
@@ -135,3 +199,11 @@ class Foreign(InOneProcess):
 def adapted(optimizer: Any) -> Any:
     """The optimizer itself if it is one of this package, otherwise a `Foreign` around it."""
     return optimizer if hasattr(optimizer, "load_full_state_dict") else Foreign(optimizer)
+
+
+def shared_defaults(optimizers: Sequence[Any]) -> Group:
+    """The defaults that all have, and the momentum of some: OneCycleLR and CyclicLR ask for it, or for betas."""
+    first, *others = [optimizer.defaults for optimizer in optimizers]
+    shared = {key: value for key, value in first.items() if all(key in other for other in others)}
+    momenta = [{"momentum": known["momentum"]} for known in (first, *others) if "momentum" in known]
+    return shared if not momenta or "betas" in shared else {**momenta[0], **shared}

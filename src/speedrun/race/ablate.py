@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 from rich.console import Console
 
-from speedrun.checks import AboveZero
+from speedrun.checks import AboveZero, Count, NotNegative, Positive
 from speedrun.errors import UserError, nearest
 from speedrun.options import unset
 from speedrun.race import plan as plans
@@ -114,19 +114,19 @@ class Ablate:
     """Which switches; default: all that the recipe has."""
     pairs: Annotated[tuple[str, ...], unset("SWITCH+SWITCH ...")] = ()
     """Pairs of switches that are also turned off together."""
-    seeds: int = 5
+    seeds: Positive = 5
     """Rounds, one seed each."""
-    first_seed: int = 3000
+    first_seed: Count = 3000
     """Seed of the first round."""
-    budget: float = 60.0
+    budget: NotNegative = 60.0
     """Minutes; no round begins that would not end within it. Time spent before a restart counts."""
     out: Path = Path("ablations/ablation")
     """Where rows.jsonl is kept; the same folder continues."""
-    nproc: int = 1
+    nproc: Positive = 1
     """Processes of each run, on this machine."""
-    threads: Annotated[int | None, unset("INT")] = None
+    threads: Annotated[Positive | None, unset("INT")] = None
     """CPU threads of each process; default: all usable cores, shared by all processes of all jobs."""
-    jobs: int = 1
+    jobs: Positive = 1
     """Runs at a time."""
     dtype: str = "auto"
     """auto, float32 or bfloat16: the arithmetic of matmuls, the same in all runs."""
@@ -183,10 +183,6 @@ class AblationPlan:
 
 def run(given: Ablate, console: Console) -> list["Line"]:
     """Do what the budget allows, and return the table's lines."""
-    for name, least in (("seeds", 1), ("budget", 0), ("threads", 1), ("jobs", 1), ("first_seed", 0)):
-        value = getattr(given, name)
-        if value is not None and not value >= least:
-            raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}.")
     check_processes(given.nproc, "auto")
     _, recipe = side(given.recipe, get_track(given.track).name, given.changes)
     track = own_track(given.data, None) if given.data else get_track(given.track)

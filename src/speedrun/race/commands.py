@@ -7,8 +7,10 @@ from typing import Annotated
 
 import numpy as np
 import tyro
+from msgspec import Meta
 from rich.console import Console
 
+from speedrun.checks import AboveZero, Count, Positive
 from speedrun.errors import UserError
 from speedrun.options import unset
 from speedrun.race import evidence, race, records, statistics
@@ -23,25 +25,18 @@ from speedrun.tracks import get_track, own_track
 class Stats:
     losses: Annotated[tuple[float, ...], tyro.conf.Positional, unset("LOSS ...")]
     """Final validation losses, one per run."""
-    target: float
+    target: AboveZero
     """The loss to reach."""
-    times: Annotated[tuple[float, ...], unset("SECONDS ...")] = ()
+    times: Annotated[tuple[AboveZero, ...], unset("SECONDS ...")] = ()
     """Seconds of the runs, to be printed as records do."""
-    alpha: float = statistics.ALPHA
+    alpha: Annotated[float, Meta(gt=0, lt=0.5)] = statistics.ALPHA
     """p below which the losses are valid."""
 
 
 def stats(given: Stats, console: Console) -> int:
-    if not 0 < given.alpha < 0.5:
-        raise UserError(f"--alpha is {given.alpha}; it must lie between 0 and 0.5.")
-    if not math.isfinite(given.target):
-        raise UserError(f"--target is {given.target}; it must be a finite loss.")
     if not all(map(math.isfinite, given.losses)):
         bad = next(x for x in given.losses if not math.isfinite(x))
         raise UserError(f"A loss is {bad}: a failed run cannot be averaged, and leaving it out would flatter.")
-    if any(not 0 < x < math.inf for x in given.times):
-        bad = next(x for x in given.times if not 0 < x < math.inf)
-        raise UserError(f"A time is {bad}; it must be above 0 seconds.")
     p = float(statistics.below(np.array(given.losses), given.target))
     told = {"losses": statistics.spread(given.losses)}
     told |= {"time": statistics.spread(given.times)} if given.times else {}
@@ -77,7 +72,7 @@ class Verify:
     """The folder of a race or of a record."""
     replay: bool = False
     """Also repeat the first steps of a run of each side, and compare the losses. `--replay` alone will do."""
-    steps: int = 20
+    steps: Count = 20
     """How many steps --replay repeats; 0: whole runs, with their final losses."""
     data: Annotated[Path | None, unset("PATH")] = None
     """Where the tokens lie, if not where the plan says."""
@@ -94,8 +89,6 @@ def verify(given: Verify, console: Console) -> int:
         files = sum(1 for _ in evidence.files_of(given.folder))
         console.print(f"ok  {files} files, {len(found.rows)} runs: plan, logs, losses, clocks and verdict agree")
     if given.replay and not problems:
-        if given.steps < 0:
-            raise UserError(f"--steps is {given.steps}; it must be at least 0.")
         for side, recipe in found.plan.recipes.items():
             entry = next(e for e in found.plan.entries if e.side == side)
             run = evidence.Run.read(given.folder, entry)
@@ -119,15 +112,15 @@ def verify(given: Verify, console: Console) -> int:
 class Challenge:
     folder: Annotated[Path, tyro.conf.Positional]
     """The folder of somebody's race or record."""
-    runs: Annotated[int | None, unset("INT")] = None
+    runs: Annotated[Positive | None, unset("INT")] = None
     """Runs of each side; default: as many as there."""
     out: Annotated[Path | None, unset("PATH")] = None
     """Folder of the new race; default: races/challenge-NAME. The same folder continues."""
     data: Annotated[Path | None, unset("PATH")] = None
     """Where the tokens lie, if not where the plan says."""
-    nproc: Annotated[int | None, unset("INT")] = None
+    nproc: Annotated[Positive | None, unset("INT")] = None
     """Processes of each run, on this machine; default: as many as there."""
-    threads: Annotated[int | None, unset("INT")] = None
+    threads: Annotated[Positive | None, unset("INT")] = None
     """CPU threads of each process; default: all usable cores, shared by the processes."""
 
 

@@ -279,7 +279,7 @@ def examine(folder: Path) -> Finding:
     if look is not None and len(runs) == len(entries):
         rows = [read_row(run.path, run.entry) for run in runs]
         verdict = judge(plan, rows, look, plan_sha256)
-        problems += _verdicts(folder, plan, rows, look, plan_sha256, verdict, stored)
+        problems += _verdicts(folder, plan, verdict, stored)
     attempts = len(list((folder / INTERRUPTED).iterdir())) if (folder / INTERRUPTED).is_dir() else 0
     if attempts:
         notes.append(f"why {attempts} interrupted runs were stopped; each started again from step 0 with its seed")
@@ -361,6 +361,13 @@ def _attempts(folder: Path, runs: list[Run]) -> Iterator[str]:
                 yield f"{run.entry.name} has other losses than its interrupted attempt {path.name}"
 
 
+def text_of(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return None  # which is not what it should say
+
+
 def _known(value: Any, stored: Any) -> Any:
     """`value` without the fields that the version which stored the other one did not know."""
     if isinstance(value, dict) and isinstance(stored, dict):
@@ -370,30 +377,19 @@ def _known(value: Any, stored: Any) -> Any:
     return value
 
 
-def _verdicts(
-    folder: Path,
-    plan: Plan,
-    rows: list[Row],
-    look: int,
-    plan_sha256: str,
-    verdict: dict[str, Any],
-    stored: dict[str, Any],
-) -> Iterator[str]:
+def _verdicts(folder: Path, plan: Plan, verdict: dict[str, Any], stored: dict[str, Any]) -> Iterator[str]:
+    look, plan_sha256 = verdict["look"]["after"], verdict["plan_sha256"]
     other_version = plan.source_sha256 != source_sha256()
     again = {**_known(verdict, stored), "why": stored.get("why")} if other_version else verdict
     odd = sorted(name for name in {*again, *stored} if not plans.agree(again.get(name, ...), stored.get(name, ...)))
     odd += [name for name in ("verdict", "sides", "runs", "look", "time", "plan_sha256") if name not in stored]
     if odd:
         yield f"{VERDICT} does not follow from the runs: {', '.join(odd)}"
-    try:
-        text = (folder / TEXT).read_text()
-    except (OSError, UnicodeDecodeError):
-        text = ""
-    if not odd and not other_version and text != render(stored):
+    if not odd and not other_version and text_of(folder / TEXT) != render(stored):
         yield f"{TEXT} does not say what {VERDICT} says"
     for earlier in plan.looks[: plan.looks.index(look)]:
         names = {entry.name for entry in plan.until(earlier)}
-        if decided(judge(plan, [r for r in rows if r["name"] in names], earlier, plan_sha256)):
+        if decided(judge(plan, [r for r in verdict["runs"] if r["name"] in names], earlier, plan_sha256)):
             yield f"the race was decided at the look after {plan.unit} {earlier}, but went on"
     if look != plan.looks[-1] and not decided(verdict):
         yield f"the race ended at the look after {plan.unit} {look}, which decided nothing"

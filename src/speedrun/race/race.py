@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 
+from msgspec import Meta
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from speedrun.errors import UserError, nearest
+from speedrun.checks import Count, Positive
+from speedrun.errors import UserError
 from speedrun.files import locked, sha256_file, write_atomic, write_json
 from speedrun.options import unset
 from speedrun.race import plan as plans
@@ -27,12 +29,12 @@ from speedrun.race.children import arithmetic_for, kept_dtype, last_words, was_s
 from speedrun.race.evidence import INTERRUPTED, MANIFEST, RUNS, Run, examine_run, write_manifest
 from speedrun.race.plan import PLAN, Entry, Plan, Settings
 from speedrun.race.statistics import ALPHA, FEWEST
-from speedrun.race.sweep import value_of
+from speedrun.race.sweep import field_of, value_of
 from speedrun.race.verdict import TEXT, VERDICT, Row, decided, judge, read_row, render
 from speedrun.recipes import DEFAULT, get_recipe
 from speedrun.tracks import Track, get_track, own_track
 from speedrun.train import scale
-from speedrun.train.config import Recipe, as_tuple, fields_of, with_fields
+from speedrun.train.config import Recipe, as_tuple, with_fields
 from speedrun.train.device import check_settings
 from speedrun.train.run import check_ranks, check_supply, fit_to_tokens, hashes, obey
 from speedrun.train.runlog import METRICS, RESULT, SOURCE, read_metrics, read_result, source_sha256
@@ -52,7 +54,7 @@ class Race:
     """A folder made by `speedrun data encode`, instead of a track's tokens."""
     target: Annotated[float | None, unset("FLOAT")] = None
     """With --data: the validation loss to reach, in nats per token."""
-    runs: int = 10
+    runs: Annotated[int, Meta(ge=FEWEST)] = 10
     """Runs of each side. Two sides are interleaved in blocks of four (ABBA), so it must be even then."""
     changes: Annotated[tuple[str, ...], unset("FIELD=VALUE ...", name="set")] = ()
     """FIELD=value, changed in side A's recipe."""
@@ -66,13 +68,13 @@ class Race:
     that is decided at a look ends there; every look makes the others a little stricter."""
     alpha: float = ALPHA
     """How often a wrong `valid` or `faster` is accepted."""
-    seed: Annotated[int | None, unset("INT")] = None
+    seed: Annotated[Count | None, unset("INT")] = None
     """First seed; the others follow it. Default: drawn from the plan, so that nobody can pick one."""
     out: Annotated[Path | None, unset("PATH")] = None
     """Folder of the race; the same folder continues. Default: races/TRACK-RECIPE[-vs-AGAINST]."""
-    nproc: int = 1
+    nproc: Positive = 1
     """Processes of each run, on this machine; the same for both sides."""
-    threads: Annotated[int | None, unset("INT")] = None
+    threads: Annotated[Positive | None, unset("INT")] = None
     """CPU threads of each process; default: all usable cores, shared by the processes."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps."""
@@ -94,15 +96,12 @@ class Race:
 def side(name: str, track: str, changes: Sequence[str], unsaid: Sequence[str] = ()) -> tuple[str, Recipe]:
     """(label, recipe) of a side, with `FIELD=value` applied; the label leaves out what the other side changes, too."""
     base = get_recipe(name, track)
-    known = {field: value for field, value in fields_of(base).items() if "." in field}
     wanted: dict[str, Any] = {}
     for text in changes:
         field, equals, value = text.partition("=")
         if not equals:
             raise UserError(f"{text!r} changes nothing; write FIELD=value, such as optim.lr=0.01.")
-        if field not in known:
-            raise UserError(f"Recipe {name!r} has no field {field!r}.{nearest(field, known)}")
-        wanted[field] = as_tuple(value_of(value, known[field], field))
+        wanted[field] = as_tuple(value_of(value, field_of(base, field), field))
     return " ".join([name, *(c for c in changes if c not in unsaid)]), with_fields(base, wanted)
 
 
@@ -127,10 +126,6 @@ def draw_up(given: Race, created: str | None = None) -> Plan:
         raise UserError(f"--data {given.data} needs a --target: a race is about reaching one.")
     if given.against is None and given.against_changes:
         raise UserError("--against-set changes side B's recipe, but there is none; name it with --against.")
-    if given.seed is not None and not 0 <= given.seed < 2**63 - given.runs:
-        raise UserError(f"--seed is {given.seed}; it must lie between 0 and 2**63 - {given.runs + 1}.")
-    if given.runs < 1:
-        raise UserError(f"--runs is {given.runs}; it must be at least {FEWEST}.")
     size = get_track(given.track).name
     # What is changed on both sides alike is said once, not in every line of the verdict.
     both = [c for c in given.changes if c in given.against_changes]
@@ -224,7 +219,7 @@ class Course:
                 verdict = judge(self.plan, self.rows, look, self.plan_sha256)
                 if decided(verdict) or look == self.plan.looks[-1]:
                     break
-                self.say(f"look after {self.plan.unit} {look}: not decided yet ({verdict['why']})")
+                self.console.print(f"look after {self.plan.unit} {look}: not decided yet ({verdict['why']})")
         return verdict
 
     def result_of(self, entry: Entry, tick: Callable[[Entry, int], None]) -> Row:
@@ -243,7 +238,7 @@ class Course:
         tick(entry, run.result.steps)
         told = f"loss {row['loss']:.4f} in {row['time']:.2f} s" if run.ok else f"failed: {row['reason']}"
         number = f"[{entry.number}/{len(self.entries)}]"
-        self.say(
+        self.console.print(
             f"{number} {self.plan.labels[entry.side]}, seed {entry.seed}: {told}" + ("" if fresh else " (done before)")
         )
         return row
@@ -253,13 +248,13 @@ class Course:
         if not path.exists():
             return
         # If the launcher of several processes was killed, too, they end by themselves, but a little later.
-        with locked(path / ".lock", lambda: self.say(f"{path.name} is about to end; waiting for it")):
+        with locked(path / ".lock", lambda: self.console.print(f"{path.name} is about to end; waiting for it")):
             pass
         shelf = self.folder / INTERRUPTED
         shelf.mkdir(exist_ok=True)
         number = next(n for n in range(1, 10**6) if not (shelf / f"{path.name}-{n}").exists())
         os.replace(path, shelf / f"{path.name}-{number}")
-        self.say(f"{path.name} was interrupted; it starts again from step 0")
+        self.console.print(f"{path.name} was interrupted; it starts again from step 0")
 
     def execute(self, entry: Entry, path: Path, tick: Callable[[Entry, int], None]) -> None:
         errors = self.folder / ".stderr"
@@ -308,9 +303,6 @@ class Course:
         return [*words, "--checkpoint-every", "0", "--save", "False", "--sample", "False", "--out", str(path)]
 
     # ---------------------------------------------------------------- what a person sees
-
-    def say(self, line: str) -> None:
-        self.console.print(line)
 
     @contextmanager
     def progress(self) -> Iterator[Callable[[Entry, int], None]]:

@@ -21,7 +21,7 @@ from speedrun.checks import AboveZero, Positive, Share
 from speedrun.errors import UserError
 from speedrun.files import decode_json, new_folder, read_json, write_atomic, write_json
 from speedrun.race import statistics
-from speedrun.race.evidence import ARCHIVE, INTERRUPTED, RUNS, Finding, examine, write_manifest
+from speedrun.race.evidence import ARCHIVE, INTERRUPTED, RUNS, Finding, examine, text_of, write_manifest
 from speedrun.race.plan import PLAN, RESTORE, Plan, agree
 from speedrun.race.verdict import TEXT, VERDICT
 from speedrun.templates import render
@@ -235,18 +235,11 @@ def problems(folder: Path, found: Finding) -> list[str]:
     wrong = [f"{RECORD} does not follow from the race: {', '.join(odd)}"] if odd else []
     if found.plan.source_sha256 != source_sha256():
         found.notes.append(f"whether {README} says what the race says: another version of the program wrote it")
-    elif not odd and _text(folder / README) != readme(record, found.plan, found.verdict):
+    elif not odd and text_of(folder / README) != readme(record, found.plan, found.verdict):
         wrong.append(f"{README} does not say what the race says")
     if read_json(folder / RECIPE, Recipe, RESTORE) != found.plan.recipes["A"]:
         wrong.append(f"{RECIPE} is not the recipe of the plan")
     return wrong
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError):
-        return None  # which is not what it should say
 
 
 # -------------------------------------------------------------------- showing

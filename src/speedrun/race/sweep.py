@@ -23,9 +23,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from msgspec import Meta
 from rich.console import Console
 from rich.table import Table
 
+from speedrun.checks import AboveZero, NotNegative, Positive
 from speedrun.errors import UserError, nearest
 from speedrun.files import DELETE, explained, from_json, read_json, read_lines, write_atomic, write_json
 from speedrun.options import unset
@@ -58,27 +60,27 @@ class Sweep:
     method: Literal["coordinate", "halving", "random", "grid"] = "coordinate"
     """coordinate: one field at a time, keeping the best; grid: all combinations (a range is five values for both);
     halving: many short trials, the best ones go on longer; random: independent draws."""
-    trials: int = 9
+    trials: Positive = 9
     """Candidates drawn by halving and random."""
-    eta: int = 3
+    eta: Annotated[int, Meta(ge=2)] = 3
     """Halving keeps one in so many, and gives them so many times the steps."""
-    rungs: int = 3
+    rungs: Positive = 3
     """Halving: how many times, the last one with all steps."""
-    rounds: int = 2
+    rounds: Positive = 2
     """Coordinate: times through all fields, unless nothing improves any more."""
     seeds: tuple[int, ...] = (0,)
     """Seeds of each candidate; their mean loss counts."""
-    clock: Annotated[float | None, unset("SECONDS")] = None
+    clock: Annotated[AboveZero | None, unset("SECONDS")] = None
     """Training time of each candidate: steps follow from a short timing of it; default: the recipe's steps."""
-    budget: float = 60.0
+    budget: NotNegative = 60.0
     """Minutes; no trial is started after that. Time spent before a restart counts."""
     draw: int = 0
     """Seed of the random draws."""
     out: Path = Path("sweeps/sweep")
     """Where rows.jsonl is kept; the same folder continues."""
-    nproc: int = 1
+    nproc: Positive = 1
     """Processes of each trial, on this machine."""
-    threads: Annotated[int | None, unset("INT")] = None
+    threads: Annotated[Positive | None, unset("INT")] = None
     """CPU threads of each process; default: all usable cores, shared by the processes."""
     dtype: str = "auto"
     """auto, float32 or bfloat16: the arithmetic of matmuls, the same in all trials."""
@@ -98,10 +100,7 @@ class Range:
     @classmethod
     def parse(cls, text: str, recipe: Recipe) -> "Range":
         name, _, values = text.partition("=")
-        known = {field: value for field, value in fields_of(recipe).items() if "." in field}
-        if name not in known:
-            raise UserError(f"Recipe {recipe.name!r} has no field {name!r}.{nearest(name, known)}")
-        old = known[name]
+        old = field_of(recipe, name)
         if ".." in values:
             body, _, kind = values.partition(":")
             low, _, high = body.partition("..")
@@ -137,6 +136,14 @@ class Range:
         return self.choices or list(dict.fromkeys(self.at(i / 4) for i in range(5)))
 
 
+def field_of(recipe: Recipe, name: str) -> Any:
+    """The value that a field has now; UserError if there is no such field."""
+    known = {field: value for field, value in fields_of(recipe).items() if "." in field}
+    if name not in known:
+        raise UserError(f"Recipe {recipe.name!r} has no field {name!r}.{nearest(name, known)}")
+    return known[name]
+
+
 def value_of(text: str, old: Any, name: str) -> Any:
     """`text` as the type the field has now, or None; the recipe itself refuses what the field cannot be."""
     try:
@@ -162,8 +169,7 @@ class Bench:
         self.log = RowLog(given.out / ROWS, Trial)
         if self.log.torn:
             console.print(f"the last row of {self.log.file} was torn; it is dropped")
-        self.rows = self.log.rows
-        self.known = {r["key"]: r for r in self.rows}
+        self.known = {r["key"]: r for r in self.log.rows}
 
     def loss(self, changes: Fields, share: float = 1.0) -> float:
         """Mean loss of a candidate over the seeds, at a share of its full steps; infinite for one that fails."""
@@ -355,12 +361,6 @@ METHODS = {"coordinate": coordinate, "halving": halving, "random": draws, "grid"
 
 def run(given: Sweep, console: Console) -> int:
     base = get_recipe(given.recipe, get_track(given.track).name)
-    for name, least in (("trials", 1), ("eta", 2), ("rungs", 1), ("rounds", 1), ("budget", 0), ("threads", 1)):
-        value = getattr(given, name)
-        if value is not None and not value >= least:
-            raise UserError(f"--{name} is {value}; it must be at least {least}.")
-    if given.clock is not None and not 0 < given.clock < math.inf:
-        raise UserError(f"--clock is {given.clock}; it must be above 0 seconds.")
     if not given.seeds or min(given.seeds) < 0:
         raise UserError(f"--seeds is {' '.join(map(str, given.seeds)) or 'empty'}; name at least one, none negative.")
     fixed = dict(fixed_value(text, base) for text in given.fix)
@@ -426,7 +426,7 @@ def keep_to(file: Path, plan: Any, what: str, free: tuple[str, ...]) -> None:
 def report(bench: Bench, console: Console) -> None:
     table = Table("mean loss", "seeds", "steps", "tokens", "seconds", box=None)
     table.add_column("fields", overflow="fold")
-    ranked = sorted(grouped(bench.rows), key=lambda g: g[0])
+    ranked = sorted(grouped(bench.log.rows), key=lambda g: g[0])
     for loss, rows in ranked[:15]:
         first = rows[0]
         seconds = statistics.mean(r.get("train_time", math.nan) for r in rows)

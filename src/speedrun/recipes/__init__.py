@@ -16,6 +16,9 @@ LINEAGE: dict[str, dict[str, Callable[[], Recipe]]] = {
     "medium-before": medium_before.SIZES,
     "medium": medium.SIZES,
 }
+PRESETS = {"normuon-24gb": {"short": normuon.short_24gb}}
+"""Recipes of the lineage whose rows are too long for a smaller GPU, with shorter ones. The others fit as they are."""
+RECIPES = LINEAGE | PRESETS
 DEFAULT = "normuon"
 
 
@@ -26,9 +29,9 @@ def default_for(track: str) -> str:
 
 def get_recipe(name: str, track: str) -> Recipe:
     """The recipe at the size of a track."""
-    if name not in LINEAGE:
-        raise UserError(f"Unknown recipe {name!r}.{nearest(name, LINEAGE)}")
-    sizes = LINEAGE[name]
+    if name not in RECIPES:
+        raise UserError(f"Unknown recipe {name!r}.{nearest(name, RECIPES)}")
+    sizes = RECIPES[name]
     if track not in sizes:
         raise UserError(f"Recipe {name!r} has no size for track {track!r}; it has {', '.join(sizes)}.")
     return sizes[track]()

@@ -73,4 +73,15 @@ def short() -> Recipe:
     )  # fmt: skip
 
 
+def short_24gb() -> Recipe:
+    """Rows of 16,384 tokens are the longest of which one fits into 24 GB; a step has as many tokens as before."""
+    base = short()
+    return replace(
+        base,
+        name="normuon-24gb",
+        about="`normuon` with rows half as long and twice as many of them, for a GPU of 24 GB",
+        schedule=replace(base.schedule, rows=16, length=16384),
+    )
+
+
 SIZES = {"pocket": pocket, "short": short}

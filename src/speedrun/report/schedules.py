@@ -29,15 +29,9 @@ def panels(recipe: Recipe) -> list[tuple[str, Lines]]:
         ("tokens per step", [("", over(lambda s: s.tokens))]),
     ]
     if schedule.has_windows:
-        found.append(
-            (
-                "attention window, tokens",
-                [
-                    ("long", over(lambda s: s.windows.long if s.windows else None)),
-                    ("short", over(lambda s: s.windows.short if s.windows else None)),
-                ],
-            )
-        )
+        both = [s.windows for s in stages if s.windows]
+        lines = [("long", [w.long for w in both]), ("short", [w.short for w in both])]
+        found.append(("attention window, tokens", lines))
     if stages[0].momentum is not None:
         found.append(("Muon momentum", [("", over(lambda s: s.momentum))]))
     if schedule.predict > 1:

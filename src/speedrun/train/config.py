@@ -65,6 +65,11 @@ class Recipe:
     compiler: CompilerConfig = field(default_factory=CompilerConfig)
     """What torch.compile is told beside the model."""
 
+    @property
+    def validation_max_document(self) -> int | None:
+        """Longest piece of a document in validation; None: a row's length."""
+        return self.loader.max_document if self.validation.cut_documents else None
+
     def __post_init__(self) -> None:
         """What one part asks of another."""
         m, s, o = self.model, self.schedule, self.optim

@@ -17,7 +17,7 @@ from speedrun.errors import UserError
 from speedrun.model.attention import Backend, choose_backend
 from speedrun.model.config import GPTConfig
 from speedrun.model.head import has_fp8_units
-from speedrun.train import arithmetic, gpus
+from speedrun.train import arithmetic
 from speedrun.train.distributed import is_first, local_rank, neighbours
 from speedrun.train.gpus import ATTENTION, GPUS
 from speedrun.train.load import usable_cores
@@ -54,8 +54,8 @@ class Machine:
 
     @property
     def kernels(self) -> str:
-        """What the memory of a compiled graph depends on, beside the recipe."""
-        return gpus.kernels(self.attention, self.fp8_units)
+        """What the memory of a compiled graph depends on, beside the recipe: what multiplies."""
+        return self.attention if self.fp8_units else f"{self.attention}, 8-bit floats widened"
 
     @property
     def dtype_name(self) -> str:
@@ -87,6 +87,7 @@ def choose(
     attention: str = "auto",
     model: GPTConfig | None = None,
     tokens: int = 2048,
+    *,
     memory: float | None = None,
     deterministic: bool = False,
 ) -> Machine:
@@ -192,8 +193,6 @@ def check_settings(device: str, dtype: str, processes: int) -> None:
 
 def check_processes(count: int, device: str) -> None:
     """Refuse more processes on this machine than it has GPUs, if that is what they would compute on."""
-    if count < 1:
-        raise UserError(f"--nproc is {count}; it must be at least 1.")
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     named = device.partition(":")[0] == "cuda"
     if named and not there:

@@ -16,13 +16,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from torch.distributed.rendezvous import rendezvous
 
 from speedrun.errors import UserError
 from speedrun.optim.sharded import Comm
-from speedrun.train.watchdog import LONG, Watchdog, lost_connection
+from speedrun.train.watchdog import LONG, Watchdog
 
 PATIENCE = 300.0  # seconds a rank waits for another before it gives up; four times as long while something compiles
+GRACE = 4.0  # seconds in which rank 0 may leave first
 REACHED = 10.0  # seconds in which a store that is there already is reached
 
 
@@ -92,15 +95,13 @@ def joined(
     device: torch.device, patience: float = PATIENCE, backend: str = "auto"
 ) -> Iterator[tuple[Comm, Watchdog | None]]:
     """The ranks of this run, and their watchdog; alone when there is one process."""
-    if not patience > 0:
-        raise UserError(f"--patience is {patience:g} seconds; it must be positive.")
     backend = choose_backend(backend, device)
     if ranks() == 1:
         yield Comm(), None
         return
     # The watch gives up first, and says why; this is for the case that it cannot.
     limit = datetime.timedelta(seconds=(LONG + 1) * patience)
-    store = meeting_point(limit, host=is_first() and not launched())
+    store = meeting_point(limit)
     try:
         dist.init_process_group(
             backend,
@@ -114,39 +115,43 @@ def joined(
         why = str(e).splitlines()[0].rstrip(".")
         raise UserError(f"Not all of {ranks()} ranks came within {limit.total_seconds():g} s: {why}.") from e
     comm = Comm.of(None)
-    # A connection of its own: one that waits for something would hold up the other.
-    watchdog = Watchdog(comm.rank, comm.size, PrefixStore("watch", meeting_point(limit)), patience)
-    broken = False
+    store = PrefixStore("watchdog", store.clone())
+    watchdog = Watchdog(comm.rank, comm.size, store, patience)
     try:
         yield comm, watchdog
     except UserError as e:
-        watchdog.leaving(e)
-        e.mine_to_tell = watchdog.first("told")
-        watchdog.wait_for_first()
+        e.mine_to_tell = watchdog.first()
+        leave_after_first(store)
         raise
     except Exception as e:
-        if lost_connection(e):
-            broken = True
-            raise watchdog.explained(e) from None
-        watchdog.leaving(e)
+        watchdog.explain(e)
+        get_error_handler().record_exception(e)  # for torchrun, as its decorator `record` does
         raise
     finally:
         watchdog.close()
-        if not broken:  # otherwise it would wait for the rank that is gone
-            dist.destroy_process_group()
+        dist.destroy_process_group()
 
 
-def meeting_point(limit: datetime.timedelta, host: bool = False) -> Any:
+def leave_after_first(store: Any) -> None:
+    """Of ranks that end together rank 0 goes first: it removes the run folder that it had made, and torchrun kills the
+    others as soon as one has ended. An error that rank 0 does not share is waited for in vain."""
+    if is_first():
+        store.set("first left", "")
+    with contextlib.suppress(dist.DistStoreError):
+        store.wait(["first left"], datetime.timedelta(seconds=GRACE))
+
+
+def meeting_point(limit: datetime.timedelta) -> Any:
     """The store where the ranks meet. torchrun keeps it, so it outlives any rank; without torchrun rank 0 does.
 
-    It also outlives an attempt, and what was said in one must not be heard in the next.
+    It also outlives an attempt, and what was said in one must not be heard in the next: neither who told of a failure
+    nor the addresses at which a rank that is gone was to be found.
     """
-    address, port = os.environ.get("MASTER_ADDR", "localhost"), variable("MASTER_PORT", 1, 2**16 - 1)
+    address, port = os.environ.setdefault("MASTER_ADDR", "localhost"), variable("MASTER_PORT", 1, 2**16 - 1)
     try:
         # Whoever started these ranks may have been killed since: then nobody else ends them.
-        soon = datetime.timedelta(seconds=min(REACHED, limit.total_seconds())) if launched() else limit
-        store = TCPStore(address, port, None, host, soon, wait_for_workers=False)
-        store.set_timeout(limit)
+        soon = min(datetime.timedelta(seconds=REACHED), limit) if launched() else limit
+        store, *_ = next(rendezvous("env://", rank(), ranks(), timeout=soon))
     except (dist.DistNetworkError, dist.DistStoreError) as e:
         if "EADDRINUSE" in str(e):
             raise UserError(
@@ -154,6 +159,7 @@ def meeting_point(limit: datetime.timedelta, host: bool = False) -> Any:
             ) from e
         why = str(e).splitlines()[0].rstrip(".")
         raise UserError(f"The ranks cannot meet at {address}:{port}: {why}. Is rank 0 running there?") from e
+    store.set_timeout(limit)
     return PrefixStore(f"speedrun/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
@@ -175,8 +181,6 @@ def launch(processes: int, args: Sequence[str], max_restarts: int = 0) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    if max_restarts < 0:
-        raise UserError(f"--max-restarts is {max_restarts}; it must not be negative.")
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

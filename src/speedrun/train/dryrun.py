@@ -9,10 +9,11 @@ an estimate, and is called so: activations and the memory of a validation batch 
 are left out) and with them the time.
 """
 
+import itertools
 import math
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torch import nn
 
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError
-from speedrun.model.gpt import GPTConfig, Role, Windows, flops_per_token
+from speedrun.model.gpt import GPTConfig, Role, flops_per_token
 from speedrun.optim import Muon, TrainerOptimizer
 from speedrun.optim.state import value_at
 from speedrun.tracks import Track
@@ -39,80 +40,29 @@ from speedrun.train.schedule import ScheduleConfig, Stage
 ATTAINABLE = 0.5
 
 
-@dataclass(frozen=True)
-class Kind:
-    """Parameters of one kind that one optimizer trains at one rate."""
-
-    kind: str
-    optimizer: str
-    tensors: int
-    parameters: int
-    lr: float
-    """Base rate times multiplier, before the schedule."""
-    multiplier: float
-    weights: int
-    """Bytes."""
-    state: int
-    """Bytes of the optimizer's state when it is fullest."""
-
-
-@dataclass(frozen=True)
-class Span:
-    """Steps `first` to `last`, both included, with the same batch, windows, number of predicted tokens and head."""
-
-    first: int
-    last: int
-    rows: int
-    length: int
-    windows: Windows | None
-    lr: tuple[float, ...]
-    """The factor at the first step, wherever it turns, and at the last step."""
-    momentum: tuple[float, ...]
-    """The same; empty when the schedule leaves Muon's momentum alone."""
-    predict: tuple[tuple[float, float], ...]
-    """The first and last weight of each predicted token's loss."""
-    tied: bool
-    splits: bool
-    """Whether the head becomes a table of its own at the end of the last step."""
-
-    @property
-    def steps(self) -> int:
-        return self.last - self.first + 1
-
-    @property
-    def tokens(self) -> int:
-        return self.steps * self.rows * self.length
+Row = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class DryRun:
-    recipe: Recipe
-    ranks: int
-    """Processes."""
-    kinds: tuple[Kind, ...]
-    spans: tuple[Span, ...]
+    count: int
+    """Of all parameters."""
+    parameters: list[Row]
+    """Who trains them at which rate, and what they take."""
+    stages: list[Row]
     memory: Memory
+    flops: float
+    """Of the whole training: forward and backward."""
     checkpoint: int
     """Bytes of one."""
     checkpoints: int
     """How many lie on the disk at once, the one being written included."""
-    disk_free: int
-    flops: float
-    """Of the whole training: forward and backward."""
-    validation_flops: float | None
-    """Of all validations; None when the number of tokens is not known."""
-    flops_per_second: float | None
-    """Of bare matmuls here, measured; None: the device is not here."""
-    problems: tuple[str, ...]
+    lines: list[str]
+    """Disk, arithmetic and time."""
+    problems: list[str]
     """What does not fit, a sentence each."""
-    unknown: str | None
-    """Why it cannot be told whether it fits."""
-    notes: tuple[str, ...]
+    notes: list[str]
     """What fits, but should be known."""
-
-    def seconds(self, flops: float) -> float | None:
-        """Estimate of the time they take; None: not known."""
-        return None if self.flops_per_second is None else flops / (ATTAINABLE * self.flops_per_second)
 
 
 def examine(recipe: Recipe, track: Track, machine: Machine, options: Options, out: Path, ranks: int = 1) -> DryRun:
@@ -134,53 +84,36 @@ def examine(recipe: Recipe, track: Track, machine: Machine, options: Options, ou
         scale.check(recipe)
     except UserError as e:
         problems.append(str(e))
-    schedule = recipe.schedule
     model, optimizer, states = skeleton(recipe)
     roles = dict(zip(model.parameters(), model.param_roles().values(), strict=True))
     memory = memory_of(recipe, machine, options, ranks)
     problems += problems_of(memory, recipe)
-    smaller: dict[tuple[int, int], int] = {}  # (rows, of how many): since which step
-    for stage in schedule.visits() if memory.measured is not None else ():
-        mine = -(-stage.rows // ranks)
-        if (rows := memory.micro_rows.get(stage.shape, mine)) < mine:
-            smaller.setdefault((rows, mine), stage.step)
-    notes += [
-        f"Micro-batches of {rows} of {mine} rows from step {step} on: more do not fit into memory at once."
-        for (rows, mine), step in smaller.items()
-    ]
-
-    size = checkpoint_bytes(recipe, list(model.parameters()), states)
+    notes += smaller_batches(memory, recipe.schedule, ranks)
+    checkpoint = checkpoint_bytes(recipe, list(model.parameters()), states)
     count = options.keep + 1 if options.checkpoint_every else int(options.final_checkpoint)
     free = shutil.disk_usage(next(p for p in (out.absolute(), *out.absolute().parents) if p.is_dir())).free
-    if size * count > free:
+    if checkpoint * count > free:
         problems.append(
-            f"Checkpoints take {gib(size * count)} ({count} of {gib(size)}), but the disk of {out} has {gib(free)} "
-            "left; free some, or choose another disk with --out, or fewer with --keep 1 or --save False "
+            f"Checkpoints take {gib(checkpoint * count)} ({count} of {gib(checkpoint)}), but the disk of {out} has "
+            f"{gib(free)} left; free some, or choose another disk with --out, or fewer with --keep 1 or --save False "
             "--checkpoint-every 0."
         )
-    laid = spans_of(schedule)
-    last = schedule.after(schedule.total)
-    once = flops_per_token(recipe.model, recipe.validation.length, last.windows) / 3  # forward alone
-    every = recipe.validation.every
-    times = math.ceil(schedule.total / every) + recipe.validation.first
+    laid = spans(recipe.schedule)
+    flops = sum(s[0].tokens * len(s) * flops_per_token(recipe.model, s[0].length, s[0].windows) for s in laid)
     return DryRun(
-        recipe=recipe,
-        ranks=ranks,
-        kinds=kinds_of(optimizer, roles, states, recipe),
-        spans=laid,
+        count=sum(p.numel() for p in model.parameters()),
+        parameters=parameter_table(kinds_of(optimizer, roles, recipe), states),
+        stages=stage_table(recipe, laid),
         memory=memory,
-        checkpoint=size,
+        flops=flops,
+        checkpoint=checkpoint,
         checkpoints=count,
-        disk_free=free,
-        flops=sum(s.tokens * flops_per_token(recipe.model, s.length, s.windows) for s in laid),
-        validation_flops=None if validated is None else validated * times * once,
-        flops_per_second=matmul_speed(machine, recipe.model) if machine.here else None,
-        problems=tuple(problems),
-        unknown=None
-        if memory.measured is not None
-        else f"what a row of this recipe needs on {machine.device_reason} was not measured; the table has the native "
-        "recipes as they are. Ask again on such a machine.",
-        notes=tuple(notes),
+        lines=[
+            f"disk         {count} x {gib(checkpoint)} of checkpoints, {gib(free)} free",
+            *time_lines(recipe, machine, flops, validated),
+        ],
+        problems=problems,
+        notes=notes,
     )
 
 
@@ -192,9 +125,11 @@ NAMES = {"attention_qkv": "attention", "attention_out": "attention", "mlp_up": "
 
 
 def kinds_of(
-    optimizer: TrainerOptimizer, roles: dict[nn.Parameter, Role], states: dict[Any, int], recipe: Recipe
-) -> tuple[Kind, ...]:
-    rows: dict[tuple[str, str, float, float], list[nn.Parameter]] = {}
+    optimizer: TrainerOptimizer, roles: dict[nn.Parameter, Role], recipe: Recipe
+) -> dict[tuple[str, str, float, float], list[nn.Parameter]]:
+    """Parameters of one kind that one optimizer trains at one rate, before the schedule: (kind, optimizer, rate, how
+    many times the base rate)."""
+    kinds: dict[tuple[str, str, float, float], list[nn.Parameter]] = {}
     for member in optimizer.members():
         for group in member.param_groups:
             base = recipe.optim.muon.lr if isinstance(member, Muon) else recipe.optim.lr
@@ -204,50 +139,52 @@ def kinds_of(
             for index, p in enumerate(group["params"]):
                 kind = NAMES.get(roles[p], roles[p].replace("_", " "))
                 lr = group["initial_lr"] * value_at(group["lr_mul"], index)
-                rows.setdefault((kind, who, lr, lr / base if base else 1.0), []).append(p)
-    return tuple(
-        Kind(
-            kind, who, len(ps), sum(p.numel() for p in ps), lr, multiplier, sum(p.nbytes for p in ps),
-            sum(states[p] for p in ps),
-        )
-        for (kind, who, lr, multiplier), ps in rows.items()
-    )  # fmt: skip
+                kinds.setdefault((kind, who, lr, lr / base if base else 1.0), []).append(p)
+    return kinds
+
+
+def parameter_table(
+    kinds: dict[tuple[str, str, float, float], list[nn.Parameter]], states: dict[Any, int]
+) -> list[Row]:
+    rows: list[Row] = [("parameters", "trained by", "tensors", "number", "learning rate", "weights", "state")]
+    for (kind, who, lr, multiplier), ps in kinds.items():
+        rate = f"{lr:.4g}" + (f" ({multiplier:.4g}x)" if round(multiplier, 9) != 1 else "")
+        weights, state = gib(sum(p.nbytes for p in ps)), gib(sum(states[p] for p in ps))
+        rows.append((kind, who, f"{len(ps)}", f"{sum(p.numel() for p in ps):,}", rate, weights, state))
+    return rows
 
 
 # -------------------------------------------------------------------- stages
 
 
-def spans_of(schedule: ScheduleConfig) -> tuple[Span, ...]:
-    """The schedule as a table: one row wherever something else than a rate, a momentum or a weight changes."""
+def spans(schedule: ScheduleConfig) -> list[list[Stage]]:
+    """The steps, parted wherever something else than a rate, a momentum or a weight changes."""
 
-    def alike(s: Stage) -> tuple[object, ...]:
+    def what(s: Stage) -> tuple[object, ...]:
         return s.rows, s.length, s.windows, len(s.predict), s.tied
 
-    groups: list[list[Stage]] = []
-    for step in range(schedule.total):
-        stage = schedule.at(step)
-        if groups and alike(groups[-1][-1]) == alike(stage):
-            groups[-1].append(stage)
-        else:
-            groups.append([stage])
-    return tuple(
-        Span(
-            first=g[0].step,
-            last=g[-1].step,
-            rows=g[0].rows,
-            length=g[0].length,
-            windows=g[0].windows,
-            lr=turns([s.lr for s in g]),
-            momentum=turns([s.momentum for s in g if s.momentum is not None]),
-            predict=tuple(zip(g[0].predict, g[-1].predict, strict=True)),
-            tied=g[0].tied,
-            splits=g[-1].splits,
-        )
-        for g in groups
-    )
+    return [list(alike) for _, alike in itertools.groupby(map(schedule.at, range(schedule.total)), what)]
 
 
-def turns(values: Sequence[float]) -> tuple[float, ...]:
+def stage_table(recipe: Recipe, laid: list[list[Stage]]) -> list[Row]:
+    def over(values: Iterable[float]) -> str:
+        return " > ".join(f"{value:.4g}" for value in values) or "-"
+
+    rows: list[Row] = [("steps", "rows x length", "windows", "lr factor", "momentum", "loss weights", "head")]
+    for stages in laid:
+        first, last = stages[0], stages[-1]
+        windows = "-" if first.windows is None else f"{first.windows.short}, {first.windows.long}"
+        lr = over(turns([s.lr for s in stages]))
+        momentum = over(turns([s.momentum for s in stages if s.momentum is not None]))
+        weights = ", ".join(over(dict.fromkeys(pair)) for pair in zip(first.predict, last.predict, strict=True))
+        head = "tied" if recipe.model.tied and (first.tied or not recipe.model.split) else "its own"
+        head += ", then split" if last.splits else ""
+        shape = f"{first.rows} x {first.length}"
+        rows.append((f"{first.step}-{last.step}", shape, windows, lr, momentum, weights, head))
+    return rows
+
+
+def turns(values: Sequence[float]) -> list[float]:
     """The first value, each value at which rising becomes falling or the reverse, and the last one."""
     found: list[float] = []
     for value in values:
@@ -257,7 +194,43 @@ def turns(values: Sequence[float]) -> tuple[float, ...]:
             found[-1] = value
         else:
             found.append(value)
-    return tuple(found)
+    return found
+
+
+# -------------------------------------------------------------------- memory
+
+
+def memory_table(memory: Memory) -> list[Row]:
+    kept = f"for {memory.rows} row{'s' * (memory.rows > 1)} at once, "
+    kept += "from the compiled graph" if memory.measured else "an estimate, not compiled"
+    if memory.measured is None:
+        kept = "not measured"
+    when = "not at the same time as activations" + ("" if memory.measured else ", an estimate")
+    taken = [
+        ("weights", memory.weights, "with rotary tables"),
+        ("gradients", memory.gradients, ""),
+        ("optimizer state", memory.optimizer, "when it is fullest"),
+        ("transfers", memory.transfers, "where gradients of all processes are put together"),
+        ("copy of weights", memory.warm_up, "during the warm-up"),
+        ("this program", memory.process, ""),
+        ("activations", memory.activations, kept),
+        ("validation", memory.validation, when),
+        ("together", memory.total, "of " + ("?" if memory.usable is None else gib(memory.usable))),
+    ]
+    return [(what, gib(many) if many else "?", why) for what, many, why in taken if many or what == "activations"]
+
+
+def smaller_batches(memory: Memory, schedule: ScheduleConfig, ranks: int) -> list[str]:
+    """From which step on a batch does not fit into memory at once, a sentence for each change."""
+    since: dict[tuple[int, int], int] = {}  # (rows, of how many): which step
+    for stage in schedule.visits() if memory.measured is not None else ():
+        mine = -(-stage.rows // ranks)
+        if (rows := memory.micro_rows.get(stage.shape, mine)) < mine:
+            since.setdefault((rows, mine), stage.step)
+    return [
+        f"Micro-batches of {rows} of {mine} rows from step {step} on: more do not fit into memory at once."
+        for (rows, mine), step in since.items()
+    ]
 
 
 # -------------------------------------------------------------------- data
@@ -285,6 +258,25 @@ def data_problems(recipe: Recipe, track: Track, tokens: TokenFolder, problems: l
 
 
 # -------------------------------------------------------------------- time
+
+
+def time_lines(recipe: Recipe, machine: Machine, flops: float, validated: int | None) -> list[str]:
+    """Arithmetic, and how long it may take; `validated`: tokens of one validation, None: not known."""
+    schedule, v = recipe.schedule, recipe.validation
+    per_token = flops / schedule.tokens / 1e9
+    lines = [f"arithmetic   {per_token:.3g} GFLOP per token, {flops:.3g} FLOP in all, without the optimizer's"]
+    if not machine.here:
+        return [*lines, "time         not known: the device is not here"]
+    speed = matmul_speed(machine, recipe.model)
+    forward = flops_per_token(recipe.model, v.length, schedule.after(schedule.total).windows) / 3
+    outside = forward * (validated or 0) * (math.ceil(schedule.total / v.every) + v.first)
+    beside = f", and about {duration(outside / (ATTAINABLE * speed))} for validation outside the clock"
+    return [
+        *lines,
+        f"matmuls      {speed / 1e9:,.0f} GFLOP/s, measured here just now",
+        f"time         about {duration(flops / (ATTAINABLE * speed))}{beside if outside else ''}",
+        f"             (an estimate: a training step gets about {ATTAINABLE:g} of the speed of bare matmuls)",
+    ]
 
 
 def matmul_speed(machine: Machine, config: GPTConfig, seconds: float = 1.0) -> float:

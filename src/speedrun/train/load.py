@@ -16,9 +16,11 @@ GLANCE = 0.5  # seconds between two looks at what others are doing
 
 
 class Load:
-    """What others do on the cores that this run may use, from now on."""
+    """What others do on the cores that this run may use, from now on. `quick`: ranks are taken to be as busy as this
+    one."""
 
-    def __init__(self) -> None:
+    def __init__(self, quick: bool = False) -> None:
+        self.quick = quick
         self.start = self._now()
 
     def others(self) -> float | None:
@@ -29,11 +31,11 @@ class Load:
         seconds, all_, own = (b - a for a, b in zip(self.start, end, strict=True))
         return max(0.0, (all_ - own) / seconds)
 
-    @staticmethod
-    def _now() -> tuple[float, float, float] | None:
+    def _now(self) -> tuple[float, float, float] | None:
         """Seconds on the wall, CPU seconds of everybody on these cores, CPU seconds of this run."""
         try:
-            return time.monotonic(), _all_seconds(), _own_seconds()
+            own = time.process_time() * neighbours() if self.quick else _own_seconds()
+            return time.monotonic(), _all_seconds(), own
         except (psutil.Error, OSError, NotImplementedError):
             return None
 
@@ -123,23 +125,12 @@ class SleepWhileBusy:
         self._let(False)
 
     def _watch(self) -> None:
-        before = self._now()
-        while before is not None and not self._ended.wait(GLANCE):
-            now = self._now()
-            if now is None:
+        load = Load(quick=True)
+        while not self._ended.wait(GLANCE):
+            others, load = load.others(), Load(quick=True)
+            if others is None:
                 return
-            seconds, all_, own = (b - a for a, b in zip(before, now, strict=True))
-            others = (all_ - own) / seconds
             self._let(others > (BUSY / 2 if self.sleeping else BUSY))
-            before = now
-
-    @staticmethod
-    def _now() -> tuple[float, float, float] | None:
-        """As of `Load`, but quick: ranks are taken to be as busy as this one."""
-        try:
-            return time.monotonic(), _all_seconds(), time.process_time() * neighbours()
-        except (psutil.Error, OSError, NotImplementedError):
-            return None
 
     def _let(self, sleep: bool) -> None:
         if sleep == self.sleeping:

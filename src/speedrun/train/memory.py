@@ -18,11 +18,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from speedrun.errors import UserError
-from speedrun.model.attention import takes_edges
 from speedrun.model.flash import row_edges
-from speedrun.model.gpt import GPT
+from speedrun.model.gpt import GPT, Documents
 from speedrun.model.head import piece_rows
 from speedrun.optim import Snoo, TrainerOptimizer
+from speedrun.optim.sharded.plan import param_refs, plan_buckets
 from speedrun.train import gpus, telemetry
 from speedrun.train.config import Options, Recipe
 from speedrun.train.device import Machine
@@ -44,7 +44,7 @@ class Memory:
     gradients: int
     optimizer: int
     transfers: int
-    """Where gradients and weights of several processes are put together."""
+    """Where the gradients of several processes are put together."""
     warm_up: int
     """The copies of weights that the warm-up puts back, Snoo's among them."""
     process: int
@@ -89,8 +89,9 @@ def skeleton(recipe: Recipe) -> tuple[GPT, TrainerOptimizer, dict[Any, int]]:
 def memory_of(recipe: Recipe, machine: Machine, options: Options, ranks: int = 1) -> Memory:
     model, optimizer, states = skeleton(recipe)
     weights = sum(p.nbytes for p in model.parameters())
-    outer = sum(kept["outer"].nbytes for kept in optimizer.outer.values()) if isinstance(optimizer, Snoo) else 0
+    outer = sum(optimizer.outer_bytes().values()) if isinstance(optimizer, Snoo) else 0
     everywhere = 2 * outer  # every rank has all of Snoo's weights and momenta; the other state is dealt out
+    plans = plan_buckets(param_refs(optimizer.members(), {}), ranks) if ranks > 1 else []
     gpu = machine.device.type == "cuda"
     there = machine.memory or telemetry.memory_bytes(machine.device)
     usable = int(USABLE * there) if gpu and there else there
@@ -99,7 +100,7 @@ def memory_of(recipe: Recipe, machine: Machine, options: Options, ranks: int = 1
         "weights": weights + sum(b.nbytes for b in model.buffers()),
         "gradients": weights,
         "optimizer": everywhere - (everywhere - sum(states.values())) // ranks,
-        "transfers": weights + weights // ranks if ranks > 1 else 0,
+        "transfers": sum(plan.buffer_bytes() for plan in plans),
         "warm_up": weights + outer,
         "process": process,
     }
@@ -212,11 +213,11 @@ def row_bytes(recipe: Recipe, machine: Machine, stage: Stage) -> int:
         if recipe.optim.weights != "float32":
             model.store_matrices(torch.bfloat16)
         ids = torch.zeros(1, stage.length, dtype=torch.long)
-        documents = torch.zeros_like(ids) if recipe.loader.packing == "documents" else None
+        documents = Documents(torch.zeros_like(ids), row_edges(1, stage.length, machine.device))
         weights = torch.zeros(len(stage.predict)) if len(stage.predict) > 1 else None
-        edges = row_edges(1, stage.length, machine.device) if takes_edges(machine.attention) else None
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), machine.arithmetic():
-            loss = model(ids, ids, documents, stage.windows, weights, stage.tied, edges)
+            packed = documents if recipe.loader.packing == "documents" else None
+            loss = model(ids, ids, packed, windows=stage.windows, predict_M=weights, tied=stage.tied)
         own = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
         saved = sum(size for storage, size in kept.items() if storage not in own)
         del loss

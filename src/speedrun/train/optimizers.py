@@ -7,7 +7,7 @@ learning rate, betas and decay of the field of `OptimConfig` that has its name.
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, assert_never, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 import torch
 from torch import nn
@@ -201,15 +201,8 @@ def build_optimizer(
     for name, parameter in named:
         parts[part_of(roles[name])].append((name, parameter))
     members: list[Adam | Muon] = []
-    match config.matrices:
-        case "adam":
-            pass
-        case "muon":
-            members += _build_muon(Muon, parts, roles, config, {"dtype": dtype})
-        case "normuon":
-            members += _build_muon(NorMuon, parts, roles, config, {"dtype": dtype, "beta2": config.muon.beta2})
-        case _ as unknown:
-            assert_never(unknown)
+    if config.matrices != "adam":
+        members += _build_muon(parts, roles, config, dtype)
     members += _build_adam(parts, config)
     optimizer: Any = combine(members) if combine else members[0] if len(members) == 1 else Combined(*members)
     snoo = config.snoo
@@ -239,7 +232,7 @@ def _build_adam(parts: dict[str, Named], config: OptimConfig) -> list[Adam]:
 
 
 def _build_muon(
-    kind: type[Muon], parts: dict[str, Named], roles: Mapping[str, Role], config: OptimConfig, options: dict[str, Any]
+    parts: dict[str, Named], roles: Mapping[str, Role], config: OptimConfig, dtype: torch.dtype | None
 ) -> list[Muon]:
     """Take the matrices, and the gates if asked, out of `parts`; none if there are no matrices."""
     m = config.muon
@@ -251,8 +244,9 @@ def _build_muon(
     if m.gates and m.smear_gate:
         inside += parts.pop("smear_gate")
     taken = [roles[name] for name, _ in inside]
-    if issubclass(kind, NorMuon):
-        options["axis"] = [None if role in MATRICES else -1 for role in taken]  # gates: one number per head
+    kind, options = Muon, dict[str, Any](dtype=dtype)
+    if config.matrices == "normuon":  # of gates one number per head
+        kind, options = NorMuon, {**options, "beta2": m.beta2, "axis": [None if r in MATRICES else -1 for r in taken]}
     rates: dict[Role, float] = {
         "attention_qkv": m.attention_lr, "attention_out": m.attention_lr, "mlp_up": m.up_lr, "mlp_down": m.down_lr,
         "gates": m.gates_lr, "smear_gate": m.gates_lr,

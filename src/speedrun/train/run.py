@@ -6,6 +6,7 @@ resume(...)  an existing one, from its newest good checkpoint
 
 import contextlib
 import dataclasses
+import itertools
 import shutil
 import time
 from collections.abc import Callable
@@ -81,18 +82,33 @@ def start(
 ) -> Outcome:
     obey(recipe, track)
     scale.check(recipe)
+    path = out or new_run_path(recipe, track, options.seed)
+    return _run(recipe, track, machine, options, path, quiet, fresh=True)
+
+
+def _run(
+    recipe: Recipe, track: Track, machine: Machine, options: Options, path: Path, quiet: bool, *, fresh: bool
+) -> Outcome:
+    """Meet the other ranks, agree on what is done, and do it: a `fresh` run, or the one in `path`."""
     tokens = track.locate()
     recipe = fit_to_tokens(recipe, tokens, track)
     check_supply(recipe, tokens, track)
     options = dataclasses.replace(options, val_tokens=track.val_tokens)
     with joined(machine.device, options.patience, options.backend) as (comm, watchdog):
         check_ranks(recipe, comm.size)
-        handshake(comm, facts(recipe, tokens, machine, options))
+        notices: list[str] = []
+        saved = None if fresh else checkpoint.newest_good(NullRunFolder(path).checkpoints, notice=notices.append)
+        if saved is not None:
+            check_fits(saved, recipe)
+        handshake(comm, facts(recipe, tokens, machine, options) | {"checkpoint": saved and saved.step})
         machine = as_first(machine, comm)
-        path = comm.all_gather_object(out or new_run_path(recipe, track, options.seed))[0]
+        path = comm.all_gather_object(path)[0] if fresh else path  # its name has the time of day
         progress = Progress(recipe.schedule.total, quiet=quiet or comm.rank > 0)
         job = Job(recipe, tokens, machine, options, NullRunFolder(path), progress, comm, watchdog)
-        result = _train(job) if comm.rank else _start(job, track)
+        if comm.rank:
+            result = _train(job, saved)
+        else:
+            result = _start(job, track) if fresh else _resume(job, saved, notices)
         return Outcome(path, result, track.target)
 
 
@@ -138,24 +154,8 @@ def resume(
     problem = obstacle(path, recipe, track, options.seed)
     if problem:
         raise UserError(problem)
-    tokens = track.locate()
-    recipe = fit_to_tokens(recipe, tokens, track)
-    check_supply(recipe, tokens, track)
-    curve = read_run(path).options.curve
-    options = dataclasses.replace(options, val_tokens=track.val_tokens, curve=curve)
-    with joined(machine.device, options.patience, options.backend) as (comm, watchdog):
-        check_ranks(recipe, comm.size)
-        notices: list[str] = []
-        saved = checkpoint.newest_good(NullRunFolder(path).checkpoints, notice=notices.append)
-        if saved is not None:
-            check_fits(saved, recipe)
-        here = {"checkpoint": None if saved is None else saved.step}
-        handshake(comm, facts(recipe, tokens, machine, options) | here)
-        machine = as_first(machine, comm)
-        progress = Progress(recipe.schedule.total, quiet=quiet or comm.rank > 0)
-        job = Job(recipe, tokens, machine, options, NullRunFolder(path), progress, comm, watchdog)
-        result = _train(job, saved) if comm.rank else _resume(job, saved, notices)
-        return Outcome(path, result, track.target)
+    options = dataclasses.replace(options, curve=read_run(path).options.curve)
+    return _run(recipe, track, machine, options, path, quiet, fresh=False)
 
 
 def _resume(job: Job, saved: checkpoint.Checkpoint | None, notices: list[str]) -> Result:
@@ -236,11 +236,8 @@ def only_here(path: Path) -> AbstractContextManager[object]:
 
 def new_run_path(recipe: Recipe, track: Track, seed: int) -> Path:
     stem = f"{track.name}-{recipe.name}-s{seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-    for number in range(1000):
-        path = Path("runs") / (stem if number == 0 else f"{stem}-{number}")
-        if not path.exists():
-            return path
-    raise UserError(f"runs/ already has a thousand folders named {stem}; clean up or choose one with --out.")
+    paths = (Path("runs") / (f"{stem}-{number}" if number else stem) for number in itertools.count())
+    return next(path for path in paths if not path.exists())
 
 
 def hashes(tokens: TokenFolder) -> dict[str, str]:

@@ -192,11 +192,7 @@ class RunFolder:
         return cls(path, console)
 
     def metric(self, values: Mapping[str, Any]) -> None:
-        """Append one line to metrics.jsonl. It needs a `step` and a `kind`."""
-        if values.get("kind") not in KINDS:
-            raise ValueError(f"a metric has the kind {values.get('kind')!r}, not one of {KINDS}")
-        if type(values.get("step")) is not int:
-            raise ValueError(f"a metric has the step {values.get('step')!r}, not an integer")
+        """Append one line to metrics.jsonl. It has a `step`, which is an int, and a `kind`, one of KINDS."""
         self._append(METRICS, json.dumps(plain(values), allow_nan=False))
 
     def log(self, line: str, *, show: bool = True) -> None:

@@ -16,9 +16,9 @@ from torch.profiler import record_function
 from speedrun.data.loader import Batch
 from speedrun.errors import UserError
 from speedrun.model.attention import takes_edges
-from speedrun.model.gpt import GPT
+from speedrun.model.gpt import GPT, Documents
 from speedrun.optim import Interleaved
-from speedrun.optim.base import NonFiniteGradient
+from speedrun.optim.finite import NonFiniteGradient
 from speedrun.train import scale
 from speedrun.train.device import compiled
 from speedrun.train.job import Job
@@ -141,30 +141,30 @@ class Trainer:
 
     def micro_loss(self, batch: Batch, stage: Stage) -> Tensor:
         """Summed loss of some rows. With gradients it weighs the predicted tokens as the stage says."""
-        training, doc_ids = torch.is_grad_enabled(), batch.doc_ids
         windows = stage.windows and stage.windows.for_rows(batch.inputs.shape[1], self.device)
-        cu_seqlens, longest = None, None
-        if takes_edges(self.job.machine.attention):
-            cu_seqlens = batch.cu_seqlens
-        if cu_seqlens is not None:
-            if training or self.recipe.validation.cut_documents:
-                longest = self.recipe.loader.max_document
-            cu_seqlens = cu_seqlens.to(self.device)
-            torch._dynamo.mark_dynamic(cu_seqlens, 0)  # one graph for any number of documents
         predict = None
-        if len(stage.predict) > 1 and training:
+        if len(stage.predict) > 1 and torch.is_grad_enabled():
             predict = torch.tensor(stage.predict, device=self.device)
         with self.job.machine.arithmetic():
             return self.loss_of(
                 batch.inputs.to(self.device),
                 batch.targets.to(self.device),
-                None if doc_ids is None else doc_ids.to(self.device),
-                windows,
-                predict,
-                stage.tied,
-                cu_seqlens,
-                longest,
+                self.documents(batch),
+                windows=windows,
+                predict_M=predict,
+                tied=stage.tied,
             )
+
+    def documents(self, batch: Batch) -> Documents | None:
+        """Where documents lie in the rows, in the form that this machine's attention asks for."""
+        doc_ids = batch.doc_ids
+        if doc_ids is None:
+            return None
+        cu_seqlens = batch.cu_seqlens if takes_edges(self.job.machine.attention) else None
+        if cu_seqlens is not None:
+            cu_seqlens = cu_seqlens.to(self.device)
+            torch._dynamo.mark_dynamic(cu_seqlens, 0)  # one graph, should documents once be too many
+        return Documents(doc_ids.to(self.device), cu_seqlens, batch.max_document)
 
     def agreed(self, loss: float) -> float:
         """The sum over the ranks, which also learn here that one of them was asked to stop.
@@ -173,7 +173,10 @@ class Trainer:
         would hang.
         """
         number = self.asked_to_stop or 0
-        total, numbers, asked = self.optimizer.agree([loss, number, float(number > 0)])
+        try:
+            total, numbers, asked = self.optimizer.agree([loss, number, float(number > 0)])
+        except NonFiniteGradient as e:  # of the last step, on GPUs
+            raise NonFiniteLoss(str(e)) from e
         if asked:
             self.stop_signal = int(numbers / asked)
         return total

@@ -25,7 +25,7 @@ from speedrun.files import explained, read_bytes
 
 FILES = "trace-rank*.json.gz"
 WAY_OUT = "Record a trace with `speedrun train --trace`."
-KINDS = ("compute", "launch", "wait", "copy")
+KINDS = ("compute", "launch", "wait")
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 

@@ -20,7 +20,7 @@ def validation_batches(job: Job, split: str) -> Iterator[loader.Batch]:
         bos=tokens.bos,
         vocab_size=tokens.vocab_size,
         packing=job.recipe.loader.packing,
-        max_document=job.recipe.loader.max_document if v.cut_documents else None,
+        max_document=job.recipe.validation_max_document,
         tokens=job.options.val_tokens,
     )
 

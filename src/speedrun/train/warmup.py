@@ -19,7 +19,8 @@ def made_up(job: Job, rows: int, length: int, generator: torch.Generator) -> Bat
     """A batch of random tokens, two documents in a row."""
     ids = torch.randint(job.tokens.vocab_size, (rows, length), generator=generator)
     packed = job.recipe.loader.packing == "documents"
-    return Batch(ids, ids.clone(), (np.array([0, length // 2]),) * rows if packed else None, {})
+    longest = job.recipe.loader.max_document if torch.is_grad_enabled() else job.recipe.validation_max_document
+    return Batch(ids, ids.clone(), (np.array([0, length // 2]),) * rows if packed else None, {}, longest)
 
 
 def warm_up(trainer: Trainer) -> None:

@@ -1,171 +1,116 @@
-"""Losing a process: each rank knows what the others are doing, so that one sentence tells which of them is missing.
+"""Losing a process: one sentence tells which rank is missing, and nobody waits for it in vain.
 
-A rank that raises leaves its reason for the others before it goes. One that dies leaves nothing: the connections to it
-break, and its signs of life stop. One that hangs still gives signs of life but gets no further than where it is, while
-the others wait for it a little further on. A thread on each rank follows all of this through the store that torchrun
-keeps outside of the ranks, and ends its own rank when waiting has become pointless: a rank that waits in a collective
-could not.
+torchrun ends all ranks as soon as one has ended, and a process group gives up after its timeout. Neither can say which
+rank the others wait for, or where it is. So each rank leaves signs of life, with the place it has come to, in the store
+that torchrun keeps outside of the ranks. A rank that was killed or stopped gives none; one that hangs gives them, but
+gets no further, while the others wait for it a little further on. A thread on each rank follows all of this and ends
+its own rank when waiting has become pointless: a rank that waits in a collective could not.
 """
 
-import contextlib
-import datetime
 import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from speedrun.errors import RankLost
-
 BEAT = 0.5  # seconds between two signs of life
-SILENCE = 20.0  # seconds without one, and a rank counts as lost: its machine is gone, or the process is stopped
-GRACE = 4.0  # seconds in which a broken connection must be explained
+SILENCE = 40  # beats without one, and a rank counts as lost: its machine is gone, or the process is stopped
+QUIET = 2  # the same when nobody gets further
+BROKEN = 6  # the same when a connection between ranks has broken
 LONG = 4  # a step may take so many times the patience while it compiles
 
 
-@dataclass
-class Neighbour:
-    """What is known here of another rank."""
+class Sign(NamedTuple):
+    """A sign of life."""
 
-    beat: int = -1
-    place: int = -1
-    doing: str = "starting"
-    allowed: float = 0.0
-    heard: float = 0.0  # when its last sign of life came
-    moved: float = 0.0  # when it last got further
+    sent: float  # by the clock of the rank: no two are the same
+    place: int  # how many places the rank has come to
+    doing: str
+    allowed: float  # seconds that this may take
 
 
 class Watchdog:
     """One for each rank. `progress` says where this rank is; everything else happens by itself or after an error.
 
     Places must be the same and in the same order on all ranks, so that the one with the lowest number is the one that
-    the others wait for.
+    the others wait for. Silence is counted in this rank's own beats, so that a machine that stands still for a while
+    holds up both sides alike.
     """
 
-    def __init__(
-        self, rank: int, size: int, store: Any, patience: float, end: Callable[[int], None] = os._exit
-    ) -> None:
-        self.rank, self.size, self.store, self.patience, self.end = rank, size, store, patience, end
-        self.place, self.doing, self.allowed = 0, "starting", LONG * patience
-        self.beats = 0
-        now = time.monotonic()
-        self.ranks = [Neighbour(heard=now, moved=now) for _ in range(size)]
+    def __init__(self, rank: int, size: int, store: Any, patience: float) -> None:
+        self.rank, self.store, self.patience = rank, store, patience
+        self.silence, self.moved = SILENCE, time.monotonic()  # when any rank last got further
+        self.sign = Sign(0.0, 0, "starting", LONG * patience)
+        self.signs, self.missed = [self.sign] * size, [0] * size
+        self.aside = store.clone()  # the thread's own connection: one that waits for something would hold it up
+        self._exchange()  # waits until all are here, so that no later one has to
         self.closing = threading.Event()
-        self.lock = threading.Lock()
-        self._publish()
-        self.thread = threading.Thread(target=self._follow, name="watch", daemon=True)
+        self.thread = threading.Thread(target=self._follow, name="watchdog", daemon=True)
         self.thread.start()
 
     def progress(self, doing: str, *, compiling: bool = False) -> None:
         """The main thread has come so far. Cheap: the thread passes it on."""
-        self.doing, self.allowed = doing, self.patience * (LONG if compiling else 1)
-        self.place += 1
+        self.sign = Sign(0.0, self.sign.place + 1, doing, self.patience * (LONG if compiling else 1))
 
     def close(self) -> None:
         self.closing.set()
         self.thread.join(timeout=10 * BEAT)
 
-    # --------------------------------------------------------- what each knows
-
-    def _publish(self) -> None:
-        self.store.set(f"rank {self.rank}", json.dumps([self.beats, self.place, self.doing, self.allowed]))
-        self.beats += 1
-
-    def _look(self) -> None:
-        now = time.monotonic()
-        found = self.store.multi_get([f"rank {r}" for r in range(self.size)])
-        for neighbour, value in zip(self.ranks, found, strict=True):
-            beat, place, neighbour.doing, neighbour.allowed = json.loads(value)
-            if beat != neighbour.beat:
-                neighbour.beat, neighbour.heard = beat, now
-            if place != neighbour.place:
-                neighbour.place, neighbour.moved = place, now
-
     def _follow(self) -> None:
-        while not self.closing.wait(BEAT):
-            try:
-                with self.lock:
-                    self._publish()
-                    self._look()
-            except (RuntimeError, OSError):  # with it torchrun is gone, and nobody would end this rank
-                if not self.closing.is_set():
-                    print(f"speedrun: the store where the ranks met is gone; rank {self.rank} ends.", file=sys.stderr)
-                    self.end(1)
-                return
-            why = self._silent(SILENCE) or self._stuck()
-            if why and not self.closing.is_set():
-                self._give_up(why)
+        try:
+            while not self.closing.wait(BEAT):
+                self._exchange()
+                why = self._missing()
+                if why:  # the main thread waits for what will never come
+                    self.tell(why)
+                    os._exit(1)
+        except RuntimeError:  # with the store torchrun is gone, and nobody would end this rank
+            if not self.closing.is_set():
+                print(f"speedrun: the store where the ranks met is gone; rank {self.rank} ends.", file=sys.stderr)
+                os._exit(1)
 
-    def _silent(self, seconds: float) -> str | None:
-        now = time.monotonic()
-        for rank, other in enumerate(self.ranks):
-            if rank != self.rank and now - other.heard > seconds:
-                return f"rank {rank} is gone: no sign of life since it was {other.doing}"
-        return None
+    def _exchange(self) -> None:
+        self.aside.set(f"rank {self.rank}", json.dumps(self.sign._replace(sent=time.monotonic())))
+        found = self.aside.multi_get([f"rank {rank}" for rank in range(len(self.signs))])
+        before, self.signs = self.signs, [Sign(*json.loads(sign)) for sign in found]
+        for rank, (old, new) in enumerate(zip(before, self.signs, strict=True)):
+            self.missed[rank] = self.missed[rank] + 1 if new.sent == old.sent else 0
+            self.moved = self.moved if new.place == old.place else time.monotonic()
 
-    def _stuck(self) -> str | None:
-        """Nobody gets further, so all wait for those who are behind."""
-        now, last = time.monotonic(), max(other.moved for other in self.ranks)
-        lowest = min(other.place for other in self.ranks)
-        behind = [rank for rank, other in enumerate(self.ranks) if other.place == lowest]
-        if now - last <= max(self.ranks[rank].allowed for rank in behind):
-            return None
-        who = f"rank {behind[0]} hangs" if len(behind) == 1 else f"ranks {', '.join(map(str, behind))} hang"
-        if len(behind) == self.size:
-            who = "all ranks hang"
-        return f"{who}: {self.ranks[behind[0]].doing} for {now - last:.0f} s"
+    def _missing(self) -> str | None:
+        """Who is silent; or, when nobody has got further for too long, who is behind."""
+        silent = self.missed.index(max(self.missed))
+        last, waited = min(self.signs, key=lambda sign: sign.place), time.monotonic() - self.moved
+        if self.missed[silent] > (QUIET if waited > last.allowed else self.silence):
+            return f"rank {silent} is gone: no sign of life since it was {self.signs[silent].doing}"
+        behind = [str(rank) for rank, sign in enumerate(self.signs) if sign.place == last.place]
+        who = f"rank {behind[0]} hangs" if len(behind) == 1 else f"ranks {', '.join(behind)} hang"
+        return f"{who}: {last.doing} for {waited:.0f} s" if waited > last.allowed else None
 
-    def _give_up(self, why: str) -> None:
-        """From the thread, while the main thread waits for what will never come."""
-        if self.first("told"):
+    def first(self) -> bool:
+        """Whether this rank is the first to ask: of those who would tell of the same, one does."""
+        return int(self.store.add("told", 1)) == 1
+
+    def tell(self, why: str) -> None:
+        if self.first():
             print(f"speedrun: {why}; all ranks end.", file=sys.stderr, flush=True)
-        self.end(1)
 
-    def first(self, key: str) -> bool:
-        """Whether this rank is the first to ask. Of those who would tell the same, one does."""
-        return int(self.store.add(key, 1)) == 1
-
-    # ----------------------------------------------------------- after an error
-
-    def leaving(self, error: BaseException) -> None:
-        """This rank ends by its own error: the others shall know."""
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        with self.lock:
-            self.store.compare_set("failed", "", f"rank {self.rank} failed while {self.doing}: {text[:300]}")
-
-    def wait_for_first(self) -> None:
-        """Of ranks that end together rank 0 goes first: it removes the run folder that it had made, and torchrun kills
-        the others as soon as one has ended. An error that rank 0 does not share is waited for in vain."""
-        if self.rank == 0:
-            self.store.set("first left", "")
+    def explain(self, error: Exception) -> None:
+        """Tell why this rank ends. Never returns if another is the reason; the thread finds out which."""
+        text = f"{self.sign.doing}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        if not lost_connection(error):
+            self.tell(f"rank {self.rank} failed while {text}")
             return
-        with contextlib.suppress(dist.DistStoreError):
-            self.store.wait(["first left"], datetime.timedelta(seconds=GRACE))
-
-    def explained(self, error: BaseException) -> RankLost:
-        """Why a collective failed here: what another rank said before it went, or which one fell silent."""
-        give_up = time.monotonic() + GRACE
-        why = None
-        while why is None and time.monotonic() < give_up:
-            with self.lock:
-                if self.store.check(["failed"]):
-                    why = self.store.get("failed").decode()
-                else:
-                    self._look()
-                    why = self._silent(4 * BEAT)
-            time.sleep(BEAT / 2)
-        lost = RankLost(why or f"the connection between the ranks broke while {self.doing}: {error}")
-        lost.told = not self.first("told")
-        return lost
+        self.silence = BROKEN
+        self.thread.join(SILENCE * BEAT)
+        self.tell(f"the connection between the ranks broke while {text}")
+        os._exit(1)
 
 
 def lost_connection(error: BaseException) -> bool:
     """Whether an error means that another rank went, rather than that this one did something wrong."""
-    if isinstance(error, dist.DistNetworkError | dist.DistBackendError):
-        return True
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "Connection", "NCCL"))
+    told = isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "Connection", "NCCL"))
+    return told or isinstance(error, dist.DistNetworkError | dist.DistBackendError)

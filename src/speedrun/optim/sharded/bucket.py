@@ -1,88 +1,184 @@
-"""Buckets: parameters whose gradients and weights are communicated together, and how their state is laid out.
+"""Buckets: parameters whose gradients and weights are communicated together, their memory, and their state.
 
 A new way to divide a parameter between ranks is a subclass of `Bucket` here and a kind of plan in
 speedrun.optim.sharded.plan.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.profiler import record_function
 
-from speedrun.optim.base import SpeedrunOptimizer, Work
 from speedrun.optim.exact_bf16 import join
 from speedrun.optim.sharded.comm import Comm
-from speedrun.optim.sharded.plan import BucketPlan, Kind, ParamRef, Slot
+from speedrun.optim.sharded.order import Op
+from speedrun.optim.sharded.plan import BucketPlan, Kind, Member, ParamRef, Slot
 from speedrun.optim.state import States, copied
+from speedrun.optim.work import Work
 
 
 class Bucket:
-    """The common part. `part` is this rank's chunk of the flat buffer, `whole` has the chunks of all ranks."""
+    """The common part: memory that is laid out as the plan says, four operations, state."""
 
     def __init__(self, plan: BucketPlan, comm: Comm, divisor: int) -> None:
         self.plan, self.comm = plan, comm
         self.label, self.refs = plan.label, plan.refs
         self.divisor = divisor  # of the gradients' sum over the ranks
+        self.homes = self._move_in() if comm.size > 1 else []
         self.locals = [(slot, self._local(slot)) for slot in plan.slots[comm.rank]]  # what this rank trains
         self.pending: Any = None  # a collective that may not have arrived
-        self.launched = False
+        self.launched, self.arrived = False, 0  # whether the reduction has begun; gradients in this backward pass
+        self.expected = len(self.refs)  # gradients in a backward pass: as many as there were in the last step
+        self.begin(set(), set())
 
     def _local(self, slot: Slot) -> Tensor:
         return slot.ref.param
 
-    @cached_property
-    def part(self) -> Tensor:
-        return self.refs[0].param.new_zeros(self.plan.chunk)
+    # ------------------------------------------------------------------- memory
 
     @cached_property
     def whole(self) -> Tensor:
-        return self.refs[0].param.new_zeros(self.comm.size * self.plan.chunk)
+        """The gradients of this rank, of which each `.grad` becomes a view; the gaps are zero."""
+        return self.refs[0].param.new_zeros(self.plan.whole, dtype=self.plan.dtype)
 
-    def wait(self) -> None:
-        if self.pending is not None:
-            self.pending.wait()
-            self.pending = None
+    @cached_property
+    def part(self) -> Tensor:
+        """The sum over the ranks, of what this rank trains, once `reduce` has arrived; the gaps are zero."""
+        return self.refs[0].param.new_zeros(self.plan.chunk, dtype=self.plan.dtype)
+
+    @cached_property
+    def _gradient_views(self) -> list[tuple[ParamRef, Tensor]]:
+        return self._views(self.whole)
+
+    def _views(self, flat: Tensor) -> list[tuple[ParamRef, Tensor]]:
+        places = self.plan.places().items()
+        return [(ref, shaped(flat[start : start + ref.param.numel()], ref.param)) for ref, start in places]
+
+    def _move_in(self) -> list[tuple[ParamRef, Tensor]]:
+        """Move the parameters into one flat buffer, where the weights of other ranks arrive; returns their places."""
+        first = self.refs[0].param
+        itself = self.plan.alone and first.is_contiguous()
+        self.weights = first.data.view(-1) if itself else first.new_zeros(self.plan.whole)
+        homes = self._views(self.weights)
+        for ref, home in homes:
+            ref.param.data = home.copy_(ref.param.data)
+        return homes
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Move parameters back whose memory was replaced since, as by `p.data = x` or `model.to(...)`."""
+        for ref, home in self.homes:
+            p = ref.param
+            if memory_of(p) == memory_of(home):
+                continue
+            was, now = (f"{tuple(x.shape)} of {x.dtype} on {x.device}" for x in (home, p))
+            if was != now:
+                raise ValueError(
+                    f"{ref.name} was {was} when Interleaved was made, and is {now} now. Change the model first, then "
+                    "make its optimizers and Interleaved."
+                )
+            if not torch.equal(p, home):
+                home.copy_(p)
+                increment_version(p)  # a remainder belongs to the value before
+            p.data = home
+
+    def pack(self) -> Tensor:
+        """This rank's gradients in one piece. Those that are not in `whole` yet are copied there, all at once."""
+        first = self.refs[0].param.grad
+        if self.plan.alone and first is not None and first.is_contiguous():
+            return first.view(-1)
+        found = [(ref.param, ref.param.grad, view) for ref, view in self._gradient_views]
+        missing = [view for _, grad, view in found if grad is None]
+        fresh = [(p, grad, view) for p, grad, view in found if grad is not None and grad is not view]
+        if missing:
+            torch._foreach_zero_(missing)
+        if fresh:
+            torch._foreach_copy_([view for _, _, view in fresh], [grad for _, grad, _ in fresh])
+        for p, _, view in fresh:
+            if (p.dtype, p.device) == (view.dtype, view.device):  # an optimizer of others may have several
+                p.grad = view
+        return self.whole
 
     # -------------------------------------------------------------- the four operations
 
-    def reduce(self) -> None:
-        """Launch the sum of the gradients over the ranks; `summed` has it when it has arrived."""
-        raise NotImplementedError
+    def begin(self, trained: set[Tensor], changing: set[Tensor]) -> None:
+        """What all ranks agree on: which parameters have a gradient on any of them, and which will change."""
+        self.trained = trained.intersection(ref.param for ref in self.refs)
+        self.changes = not self.trained.isdisjoint(changing)
 
-    def update(self, has_gradient: Collection[Tensor], finite: float | Tensor) -> None:
+    def run(self, op: Op, finite: float | Tensor = 1.0) -> None:
+        """An operation of a step. A bucket in which nothing is trained, or changes, sits it out."""
+        if op == "reduce" and self.trained:
+            self.launch()
+        elif op == "update" and self.trained:
+            self.wait(op)
+            with record_function(f"compute: update {self.label}"):
+                self.update(finite)
+        elif op == "gather" and self.changes:
+            with record_function(f"launch: gather {self.label}"):
+                self.gather()
+        elif op == "finish" and self.changes:
+            self.wait(op)
+            self.finish()
+
+    @torch.no_grad()
+    def launch(self) -> None:
+        """Begin the reduction unless it has begun, also before it is known which ranks have gradients."""
+        if not self.launched:
+            with record_function(f"launch: reduce {self.label}"):
+                self.reduce()
+            self.launched = True
+
+    def wait(self, op: str) -> None:
+        if self.pending is not None:
+            with record_function(f"wait: {op} {self.label}"):
+                self.pending.wait()
+            self.pending = None
+
+    def reduce(self) -> None:
+        """Launch the sum of the gradients over the ranks; each receives its part."""
+        self.pending = self.comm.reduce_scatter(self.part, self.pack())
+
+    def update(self, finite: float | Tensor) -> None:
         """Train this rank's part of the parameters that have a gradient on any rank."""
-        work: dict[SpeedrunOptimizer, list[Work]] = defaultdict(list)
+        if self.divisor != 1:
+            self.part.div_(self.divisor)
+        work: dict[Member, list[Work]] = defaultdict(list)
         for slot, local in self.locals:
-            if slot.ref.param in has_gradient:
-                grad = slot.of(self.part).view(local.shape)
-                if self.divisor != 1:
-                    grad.div_(self.divisor)
+            if slot.ref.param in self.trained:
+                grad = shaped(slot.of(self.part), local).to(local)
                 work[slot.ref.member].append(slot.ref.work(local, grad))
         for member, of_member in work.items():
             member._update(of_member, finite)
 
     def gather(self) -> None:
-        """Launch the all-gather of the updated weights; replicated ones need none."""
+        """Launch the all-gather of the updated weights, right into the parameters."""
+        if self.homes:
+            mine = self.weights[self.comm.rank * self.plan.chunk :][: self.plan.chunk]
+            self.pending = self.comm.all_gather(self.weights, mine)
 
     def finish(self) -> None:
-        """Copy the gathered weights into the parameters."""
+        """Weights have arrived behind autograd's back; tell it."""
+        increment_version([ref.param for ref, _ in self.homes if self.local(ref) is None])
+
+    def end(self) -> None:
+        """Wait for what is under way, and forget the step."""
+        self.wait("finish")
+        self.launched, self.arrived = False, 0
+        self.begin(set(), set())
 
     def summed(self) -> Tensor:
-        """The summed gradients of this rank's part, once `reduce` has arrived; padding is zero."""
+        """The summed gradients of this rank's part, once `reduce` has arrived."""
         return self.part
 
     def square_sum(self) -> float:
         """This rank's contribution to the squared norm of the summed gradients."""
         return float(self.summed().float().square().sum())
-
-    @staticmethod
-    def _pack_gradients(chunk: Tensor, slots: Iterable[Slot]) -> None:
-        for slot in slots:
-            grad = slot.ref.param.grad
-            slot.of(chunk).zero_() if grad is None else slot.of(chunk).copy_(grad.reshape(-1))
 
     # -------------------------------------------------------------------- state
 
@@ -131,8 +227,14 @@ class Bucket:
         """This rank's part of a full state."""
         return state
 
+    def checked_states(self, saved: States) -> States:
+        """Copies of what this rank had saved, as it is kept here; ValueError if that does not fit."""
+        kept = [(slot.ref, local, saved[slot.ref.name]) for slot, local in self.locals if saved[slot.ref.name]]
+        return {ref.name: ref.member._own_state_from(state, ref.name, local, ref.group) for ref, local, state in kept}
+
     def load_state(self, states: States, *, full: bool) -> None:
         """Replace this rank's state by a copy: of its part of full states, or of what this rank had saved."""
+        self.settle()
         for slot, local in self.locals:
             member, saved = slot.ref.member, states.get(slot.ref.name)
             member.state.pop(local, None)
@@ -142,135 +244,96 @@ class Bucket:
 
     def master(self, ref: ParamRef) -> Tensor:
         """The exact value of a parameter on all ranks, which must all call this."""
+        if not ref.exact:
+            return ref.member.master(ref.param)
+        parts = []
+        for rank, slots in enumerate(self.plan.slots):
+            for slot in slots:
+                if slot.ref is ref:
+                    part = torch.empty_like(self._local(slot), dtype=torch.float32)
+                    if rank == self.comm.rank:
+                        part = self._exact(ref)
+                    parts.append(self.comm.broadcast(rank, part))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _exact(self, ref: ParamRef) -> Tensor:
+        """Of what this rank trains."""
         return ref.member.master(ref.param)
 
     def set_master(self, ref: ParamRef, value: Tensor) -> None:
         ref.member.set_master(ref.param, value)
+        if ref.exact and self.local(ref) is not ref.param:  # the remainder is for those who train it
+            whole = ref.member.state.pop(ref.param)
+            for slot, local in self.locals:
+                if slot.ref is ref:
+                    ref.member.state[local] |= copied(self.shard_state(slot, whole), local.device)
+                    ref.member.trust_remainder(local)
 
 
 class OwnedBucket(Bucket):
     """Whole matrices, each trained by one rank."""
 
-    def _chunk(self, rank: int) -> Tensor:
-        return self.whole[rank * self.plan.chunk : (rank + 1) * self.plan.chunk]
-
-    def reduce(self) -> None:
-        for rank, slots in enumerate(self.plan.slots):
-            self._pack_gradients(self._chunk(rank), slots)
-        self.pending = self.comm.reduce_scatter(self.part, self.whole)
-
-    def gather(self) -> None:
-        if self.comm.size > 1:
-            for slot, p in self.locals:
-                slot.of(self.part).copy_(p.detach().reshape(-1))
-            self.pending = self.comm.all_gather(self.whole, self.part)
-
-    def finish(self) -> None:
-        for rank, slots in enumerate(self.plan.slots):
-            for slot in slots if rank != self.comm.rank else ():
-                slot.ref.param.copy_(slot.of(self._chunk(rank)).view_as(slot.ref.param))
-
-    def master(self, ref: ParamRef) -> Tensor:
-        if not ref.exact:
-            return super().master(ref)
-        owner = next(rank for rank, slots in enumerate(self.plan.slots) if any(slot.ref is ref for slot in slots))
-        mine = owner == self.comm.rank
-        value = super().master(ref) if mine else torch.empty_like(ref.param, dtype=torch.float32)
-        return self.comm.broadcast(owner, value.contiguous())
-
-    def set_master(self, ref: ParamRef, value: Tensor) -> None:
-        super().set_master(ref, value)
-        if ref.exact and self.local(ref) is None:
-            ref.member.state.pop(ref.param, None)  # only the owner keeps a remainder
+    def square_sum(self) -> float:
+        """Without the gaps: how a sum is rounded depends on where its terms lie."""
+        numels = [sum(slot.numel for slot in slots) for slots in self.plan.slots]
+        rest = self.part.new_zeros(max(numels) - numels[self.comm.rank])
+        return float(torch.cat([*(slot.of(self.part) for slot, _ in self.locals), rest]).float().square().sum())
 
 
 class RowShardedBucket(Bucket):
     """One table, of which each rank trains some rows."""
 
-    def __init__(self, plan: BucketPlan, comm: Comm, divisor: int) -> None:
-        (self.ref,) = plan.refs
-        super().__init__(plan, comm, divisor)
-        self.even = comm.size * plan.chunk == self.ref.param.numel()
+    def _move_in(self) -> list[tuple[ParamRef, Tensor]]:
+        self.refs[0].param.data = self.refs[0].param.data.contiguous()
+        return super()._move_in()
 
     def _local(self, slot: Slot) -> Tensor:
-        assert slot.rows is not None
         return slot.ref.param.detach()[slice(*slot.rows)]  # shares memory and version counter with the parameter
 
-    def reduce(self) -> None:
-        p = self.ref.param
-        if p.grad is not None and self.even and p.grad.is_contiguous() and p.grad.dtype == p.dtype:
-            whole = p.grad.view(-1)
-        else:
-            whole = self.whole
-            whole[: p.numel()].view(p.shape).copy_(p.grad) if p.grad is not None else whole.zero_()
-        self.pending = self.comm.reduce_scatter(self.part, whole)
+    def finish(self) -> None:
+        increment_version([ref.param for ref, _ in self.homes])
+        for slot, local in self.locals:
+            slot.ref.member.trust_remainder(local)  # other rows of the same memory were written, not these
 
     def summed(self) -> Tensor:
         return self.part[: sum(slot.numel for slot, _ in self.locals)]
-
-    @property
-    def _in_place(self) -> bool:
-        """Whether weights can be gathered right into the parameter."""
-        return self.even and self.ref.param.is_contiguous()
-
-    def gather(self) -> None:
-        if self.comm.size > 1:
-            for slot, local in self.locals:
-                slot.of(self.part).view(local.shape).copy_(local)
-            target = self.ref.param.detach().view(-1) if self._in_place else self.whole
-            self.pending = self.comm.all_gather(target, self.part)
-
-    def finish(self) -> None:
-        if self.comm.size == 1:
-            return
-        if not self._in_place:
-            p = self.ref.param.detach()
-            start, end = next((slot.rows for slot, _ in self.locals), None) or (0, 0)
-            gathered = self.whole[: p.numel()].view(p.shape)
-            p[:start].copy_(gathered[:start])
-            p[end:].copy_(gathered[end:])
-        for _, local in self.locals:
-            self.ref.member.trust_remainder(local)  # other rows of the same memory were written, not these
 
     def _holders(self, ranks: list[int]) -> list[int]:
         return ranks
 
     def shard_state(self, slot: Slot, state: dict[str, Any]) -> dict[str, Any]:
-        assert slot.rows is not None
-        mine = slice(*slot.rows)
-        return {key: value[mine] if torch.is_tensor(value) and value.ndim else value for key, value in state.items()}
+        return {key: x[slice(*slot.rows)] if torch.is_tensor(x) and x.ndim else x for key, x in state.items()}
 
-    def master(self, ref: ParamRef) -> Tensor:
-        if not ref.exact:
-            return super().master(ref)
-        parts = []
-        for rank, slots in enumerate(self.plan.slots):
-            for slot in slots:
-                part = self._local(slot).float()
-                remainder = ref.member.state.get(self.local(ref), {}).get("remainder")
-                if rank == self.comm.rank and remainder is not None:
-                    part = join(self._local(slot), remainder)
-                parts.append(self.comm.broadcast(rank, part))
-        return torch.cat(parts)
-
-    def set_master(self, ref: ParamRef, value: Tensor) -> None:
-        super().set_master(ref, value)
-        if ref.exact:
-            remainder = ref.member.state.pop(ref.param)["remainder"]
-            for slot, local in self.locals:
-                ref.member.state[local]["remainder"] = self.shard_state(slot, {"": remainder})[""].clone()
-                ref.member.trust_remainder(local)
+    def _exact(self, ref: ParamRef) -> Tensor:
+        ((_, local),) = self.locals
+        remainder = ref.member.state.get(local, {}).get("remainder")
+        return local.float() if remainder is None else join(local, remainder)
 
 
 class ReplicatedBucket(Bucket):
-    """Small tensors, which every rank trains alike."""
+    """Small tensors, and those of other packages' optimizers, which every rank trains alike."""
+
+    def _move_in(self) -> list[tuple[ParamRef, Tensor]]:
+        return []
 
     def reduce(self) -> None:
-        self._pack_gradients(self.part, self.plan.slots[self.comm.rank])
-        self.pending = self.comm.all_reduce(self.part)
+        self.pending = self.comm.all_reduce(self.part.copy_(self.pack()))
 
     def square_sum(self) -> float:
         return super().square_sum() if self.comm.rank == 0 else 0.0  # every rank has the same
 
+    def master(self, ref: ParamRef) -> Tensor:
+        return ref.member.master(ref.param)
+
 
 BUCKETS: dict[Kind, type[Bucket]] = {"owned": OwnedBucket, "rows": RowShardedBucket, "replicated": ReplicatedBucket}
+
+
+def shaped(flat: Tensor, like: Tensor) -> Tensor:
+    """A flat piece of memory in the shape of a tensor, with that one's order in memory if it is dense."""
+    return flat.as_strided(like.shape, torch.empty_like(like, device="meta").stride())
+
+
+def memory_of(x: Tensor) -> tuple[Any, ...]:
+    """Equal for tensors that are the same place in the same memory."""
+    return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype

@@ -1,21 +1,35 @@
 """Collectives between the ranks that train together."""
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # before there is a group: its default arguments would keep that alive
 from torch import Tensor
+
+
+class Arrived:
+    """A collective of one rank, which sends nothing."""
+
+    def wait(self) -> None:
+        """At once."""
 
 
 @dataclass
 class Comm:
-    """A process group; with one rank, collectives return at once."""
+    """A process group. Collectives are launched; `wait()` of what they return is until they have arrived."""
 
     group: Any = None
     rank: int = 0
     size: int = 1
-    aside: Any = None  # a second group for small messages, which must not queue behind large ones
+    aside: Any = None
+    """A weak reference to a second group, for small messages, which must not queue behind large ones.
+
+    What keeps a group alive beyond `destroy_process_group` keeps its threads, too. One that lets go of a tensor while
+    the interpreter shuts down ends the process with "terminate called".
+    """
 
     @classmethod
     def of(cls, group: Any) -> "Comm":
@@ -30,33 +44,28 @@ class Comm:
         """`out` becomes this rank's part of the sum of `whole` over the ranks."""
         if self.size == 1:
             out.copy_(whole)
-            return None
+            return Arrived()
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         return scatter(out, whole, group=self.group, async_op=True)
 
     def all_gather(self, whole: Tensor, part: Tensor) -> Any:
-        if self.size == 1:
-            whole.copy_(part)
-            return None
+        """`whole` becomes the parts of all ranks; `part` may be its place in there."""
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return gather(whole, part, group=self.group, async_op=True)
 
     def all_reduce(self, x: Tensor) -> Any:
-        return None if self.size == 1 else dist.all_reduce(x, group=self.group, async_op=True)
+        return Arrived() if self.size == 1 else dist.all_reduce(x, group=self.group, async_op=True)
 
     def all_reduce_small(self, x: Tensor) -> Any:
         """The sum of a small CPU tensor, on a group that no large transfer occupies."""
         if self.size == 1:
-            return None
-        if self.aside is None:
+            return Arrived()
+        group = self.aside() if self.aside else None
+        if group is None:
             members = dist.get_process_group_ranks(self.group or dist.group.WORLD)
-            self.aside = dist.new_group(members, backend="gloo", use_local_synchronization=True)
-        return dist.all_reduce(x, group=self.aside, async_op=True)
-
-    def all_reduce_max(self, x: Tensor) -> Tensor:
-        if self.size > 1:
-            dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
-        return x
+            group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+            self.aside = weakref.ref(group)
+        return dist.all_reduce(x, group=group, async_op=True)
 
     def broadcast(self, rank: int, x: Tensor) -> Tensor:
         """`x` of one rank, on all of them. As bytes: not every backend supports every integer dtype."""

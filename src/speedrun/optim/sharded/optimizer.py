@@ -12,16 +12,17 @@ The step works on buckets of parameters (speedrun.optim.sharded.plan). Every buc
     reduce   sum the gradients over all ranks; each rank receives its share
     update   train this rank's share of the weights
     gather   all-gather the updated weights
-    finish   wait for them and copy them into the parameters
+    finish   wait until they have arrived in the parameters
 
 Their order is a table: see speedrun.optim.sharded.order, or pass your own. Optimizer state exists once over all ranks.
+A bucket without a gradient on any rank sits the step out, and one whose weights do not change the last two operations.
 Any number of ranks works, also one that gets no matrix or no row. Without a process group it is one rank.
 
 torch.profiler records a step as ranges: `launch: reduce embed` (a transfer is prepared and launched), `wait: update
-embed` (nothing to do until it arrives), `compute: update embed`, `copy: finish embed` (it is copied into place).
+embed` (nothing to do until it arrives), `compute: update embed`.
 """
 
-from collections import defaultdict
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -31,21 +32,25 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.profiler import record_function
 
-from speedrun.optim.base import NonFiniteGradient, SpeedrunOptimizer, all_finite
+from speedrun.optim.base import SpeedrunOptimizer
+from speedrun.optim.finite import NonFiniteGradient, all_finite, raise_last
+from speedrun.optim.protocol import Saving, TrainerOptimizer, shared_defaults
 from speedrun.optim.sharded.bucket import BUCKETS, Bucket
 from speedrun.optim.sharded.comm import Comm
+from speedrun.optim.sharded.foreign import ForeignMember
 from speedrun.optim.sharded.order import ORDERS, Early, Order, early_reductions, order_of
 from speedrun.optim.sharded.plan import ParamRef, param_refs, plan_buckets, state_bytes
-from speedrun.optim.state import Loss, States, copied, evaluate
+from speedrun.optim.state import Group, Loss, States, copied, evaluate, fitted, require, untraced
 
 
-class Interleaved(Optimizer):
+class Interleaved(Saving, Optimizer):
     """Several of this package's optimizers as one, over all ranks of a process group.
 
     Arguments:
         model: its parameters are made equal to rank 0's at the start.
-        optimizers: Muon, NorMuon and Adam, each with its own parameters. Groups are shared with them, so schedulers
-            and your own changes take effect.
+        optimizers: each with its own parameters. Muon, NorMuon and Adam are shared out; any other
+            `torch.optim.Optimizer` steps on all ranks alike, on the gradients of all. Groups are shared with them, so
+            schedulers and your own changes take effect.
         order: `eager`, `interleaved`, `plain`, or a list of (operation, label) of your own; `plan` has the labels.
         early: whose reductions begin during the backward pass: `tables` (and small tensors), or `all`. None takes
             `all` for `eager`, `tables` otherwise.
@@ -57,12 +62,15 @@ class Interleaved(Optimizer):
             tensors beside NCCL: init_process_group("cpu:gloo,cuda:nccl"). A subclass of `Comm` is taken as it is.
 
     All ranks must step together. A parameter that has a gradient on some ranks only is trained with what they have.
+
+    With several ranks the parameters that are shared out move into flat buffers, at once, and their gradients when they
+    are reduced: `p.data` and `p.grad` are views from then on. Clone a gradient that you keep beyond its step.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizers: Sequence[SpeedrunOptimizer],
+        optimizers: Sequence[Optimizer],
         *,
         order: str | Order = "eager",
         early: Early | None = None,
@@ -72,7 +80,7 @@ class Interleaved(Optimizer):
         process_group: Any = None,
     ) -> None:
         _check_arguments(optimizers, average, buckets)
-        self.optimizers = list(optimizers)
+        self.optimizers = [o if isinstance(o, SpeedrunOptimizer) else ForeignMember(o) for o in optimizers]
         self.comm = Comm.of(process_group)
         names = {p: name for name, p in model.named_parameters()}
         self.refs = param_refs(self.optimizers, names)
@@ -80,23 +88,21 @@ class Interleaved(Optimizer):
         missing = [name for p, name in names.items() if p.requires_grad and p not in known]
         if missing:
             raise ValueError(f"No optimizer has {missing[0]}; its gradient would never be shared between ranks.")
-        super().__init__([{"params": [ref.param for ref in self.refs]}], {})
+        if self.comm.size > 1:
+            _refuse_overlaps(model, known)
+        super().__init__([{"params": [ref.param for ref in self.refs]}], shared_defaults(self.optimizers))
         self.param_groups = [group for member in self.optimizers for group in member.param_groups]
         self.divisor = average if isinstance(average, int) else self.comm.size if average == "mean" else 1
         self.plan = plan_buckets(self.refs, self.comm.size, buckets, replicate_below)
+        self.order, self._order_name = order_of(order, self.plan), order
         self.buckets = [BUCKETS[plan.kind](plan, self.comm, self.divisor) for plan in self.plan]
         self._by_label = {bucket.label: bucket for bucket in self.buckets}
-        self.order, self._order_name = order_of(order, self.plan), order
         # Collectives must be launched in the same order on all ranks, whichever gradient happens to be ready first.
         self.early = [self._by_label[label] for label in early_reductions(self.plan, order, early)]
-        # Buckets that got no gradient in the last step are launched by `agree`. All ranks know the same of that step.
-        self._queue = self.early
-        self._expected = {bucket.label: len(bucket.refs) for bucket in self.early}
-        self._next_early = 0
-        self._ready: dict[str, int] = defaultdict(int)
+        self._queue = list(self.early)  # those of this step that have not begun
         self._syncing = True
         self._arrivals: list[str] | None = [] if self.comm.size > 1 else None  # in the first backward pass
-        self._agreed: tuple[set[Tensor], float | Tensor] | NonFiniteGradient | None = None
+        self._agreed: float | Tensor | NonFiniteGradient | None = None
         if self.comm.size > 1:
             for bucket in self.early:
                 for ref in bucket.refs:
@@ -104,6 +110,15 @@ class Interleaved(Optimizer):
         with torch.no_grad():
             for tensor in [*model.parameters(), *model.buffers()]:
                 self.comm.broadcast(0, tensor.data)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Refused after the start, when buckets and their hooks are laid out."""
+        if hasattr(self, "buckets"):
+            raise ValueError(
+                "Interleaved cannot take another group: its buckets are laid out already. Give the group to one of its "
+                "optimizers, and build Interleaved anew around them."
+            )
+        super().add_param_group(param_group)
 
     def members(self) -> list[Any]:
         """None: `agree` checks the gradients of all ranks."""
@@ -124,33 +139,22 @@ class Interleaved(Optimizer):
         def arrived(p: Tensor) -> None:
             if not self._syncing:
                 return
-            if bucket.launched:
+            if bucket.launched or self._agreed is not None:
                 raise RuntimeError(
                     f"A gradient of {bucket.label} came after its reduction had begun. Wrap all backward passes of a "
                     "step but the last one in `with optimizer.no_sync():`."
                 )
-            self._ready[bucket.label] += 1
-            if self._ready[bucket.label] == len(bucket.refs) and self._arrivals is not None:
+            bucket.arrived += 1
+            if bucket.arrived == len(bucket.refs) and self._arrivals is not None:
                 self._arrivals.append(bucket.label)
-            while self._next_early < len(self._queue):
-                following = self._queue[self._next_early]
-                if self._ready[following.label] < self._expected[following.label]:
-                    return
-                self._launch(following)
-                self._next_early += 1
+            while self._queue and self._queue[0].arrived >= self._queue[0].expected:
+                self._queue.pop(0).launch()
 
         return arrived
 
-    @torch.no_grad()
-    def _launch(self, bucket: Bucket) -> None:
-        if not bucket.launched:
-            with record_function(f"launch: reduce {bucket.label}"):
-                bucket.reduce()
-            bucket.launched = True
-
     # -------------------------------------------------------------------- step
 
-    @torch.compiler.disable
+    @untraced
     def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:
         """One update of every parameter that has a gradient on any rank. Gradients are left as they are."""
         loss = evaluate(closure)
@@ -163,10 +167,8 @@ class Interleaved(Optimizer):
     def _end_step(self) -> None:
         """Wait for all collectives of this step and drop its results; also after an error."""
         for bucket in self.buckets:
-            bucket.wait()
-            bucket.launched = False
-        self._next_early = 0
-        self._ready.clear()
+            bucket.end()
+        self._queue = [bucket for bucket in self.early if bucket.expected]
         self._agreed = None
 
     @torch.no_grad()
@@ -176,24 +178,8 @@ class Interleaved(Optimizer):
         assert self._agreed is not None
         if isinstance(self._agreed, NonFiniteGradient):
             raise self._agreed
-        has_gradient, finite = self._agreed
         for op, label in self.order:
-            bucket = self._by_label[label]
-            if op == "reduce":
-                self._launch(bucket)
-            elif op == "update":
-                with record_function(f"wait: update {label}"):
-                    bucket.wait()
-                with record_function(f"compute: update {label}"):
-                    bucket.update(has_gradient, finite)
-            elif op == "gather":
-                with record_function(f"launch: gather {label}"):
-                    bucket.gather()
-            else:
-                with record_function(f"wait: finish {label}"):
-                    bucket.wait()
-                with record_function(f"copy: finish {label}"):
-                    bucket.finish()
+            self._by_label[label].run(op, self._agreed)
 
     @torch.no_grad()
     def agree(self, numbers: Sequence[float] = ()) -> list[float]:
@@ -206,18 +192,22 @@ class Interleaved(Optimizer):
         On a CPU, a gradient that is not finite is an error of `step`, before any weight changes. On a GPU the update is
         masked and the error comes with the next step, as in a single process.
         """
-        self.optimizers[0]._raise_last()
-        count = len(self.refs)
+        raise_last(self.optimizers)
+        for bucket in self.buckets:
+            bucket.settle()
         with record_function("compute: check agreement"):
             message = torch.cat([self._check_gradients(), torch.tensor(numbers, dtype=torch.float64)])
         with record_function("launch: reduce agreement"):
             arriving = self.comm.all_reduce_small(message)
-        for bucket in [*self._queue, *(bucket for bucket in self.early if bucket not in self._queue)]:
-            self._launch(bucket)
         with record_function("wait: reduce agreement"):
-            if arriving is not None:
-                arriving.wait()
-        there, bad, where, sums = message.split([count, count, self.comm.size, len(numbers)])
+            arriving.wait()
+        facts, where, sums = message.split([3 * len(self.refs), self.comm.size, len(numbers)])
+        there, turns, bad = facts.view(3, -1)
+        has_gradient, changing = ({self.refs[k].param for k in row.nonzero().flatten()} for row in (there, turns))
+        for bucket in self.buckets:
+            bucket.begin(has_gradient, changing)
+        for bucket in sorted(self.early, key=lambda bucket: not bucket.expected):  # the order of the backward pass
+            bucket.run("reduce")
         if bad.any():
             name = self.refs[int(bad.argmax())].name
             rank = f" on rank {int(where.argmax())}" if self.comm.size > 1 else ""
@@ -226,13 +216,11 @@ class Interleaved(Optimizer):
                 "Skip this step, lower the learning rate, or clip the gradients."
             )
             return sums.tolist()
-        finite = 1.0 if self._on_cpu else self._finite_on_gpu()
-        has_gradient = {ref.param for k, ref in enumerate(self.refs) if there[k]}
+        self._agreed = 1.0 if self._on_cpu else self._finite_on_gpu()
         if self._arrivals is not None:
             self._learn_order()
-        self._expected = {b.label: sum(ref.param in has_gradient for ref in b.refs) for b in self.early}
-        self._queue = [bucket for bucket in self.early if self._expected[bucket.label]]
-        self._agreed = has_gradient, finite
+        for bucket in self.early:
+            bucket.expected = len(bucket.trained)
         return sums.tolist()
 
     @property
@@ -240,25 +228,27 @@ class Interleaved(Optimizer):
         return self.refs[0].param.device.type == "cpu"
 
     def _check_gradients(self) -> Tensor:
-        """1 for each parameter with a gradient; 1 for each with a bad one; 1 at this rank if it has a bad one."""
-        there, bad = torch.zeros(2, len(self.refs), dtype=torch.float64)
+        """1 for each parameter with a gradient, each that this rank will change, each bad gradient; 1 at a bad rank."""
+        there, turns, bad = facts = torch.zeros(3, len(self.refs), dtype=torch.float64)
         where = torch.zeros(self.comm.size, dtype=torch.float64)
+        mine = {slot.ref for bucket in self.buckets for slot, local in bucket.locals if slot.ref.its_turn(local)}
         for k, ref in enumerate(self.refs):
             g = ref.param.grad
-            there[k] = g is not None
+            there[k], turns[k] = g is not None, ref in mine
             if g is not None and g.is_sparse:
                 raise ValueError(f"The gradient of {ref.name} is sparse; create the embedding with sparse=False.")
             if self._on_cpu and g is not None and not all_finite(g):
                 bad[k] = where[self.comm.rank] = 1
-        return torch.cat([there, bad, where])
+        return torch.cat([facts.view(-1), where])
 
     def _finite_on_gpu(self) -> Tensor:
         """1 if the gradients of all ranks are finite, otherwise 0, without waiting for the GPU."""
-        flag = torch.zeros((), dtype=torch.int32, device=self.refs[0].param.device)
-        for ref in self.refs:
-            if ref.param.grad is not None:
-                flag |= ~ref.param.grad.sum().isfinite()
-        finite = self.comm.all_reduce_max(flag) == 0
+        here = [bucket for bucket in self.buckets if any(ref.param.grad is not None for ref in bucket.refs)]
+        sums = [bucket.pack().sum(dtype=torch.float32) for bucket in here]
+        bad = torch.stack([*sums, torch.zeros((), device=self.refs[0].param.device)]).isfinite().logical_not()
+        bad = bad.sum(dtype=torch.int32)
+        self.comm.all_reduce(bad).wait()
+        finite = bad == 0
         self.optimizers[0]._ask_later(finite)
         return finite.float()
 
@@ -269,24 +259,21 @@ class Interleaved(Optimizer):
         It waits for every reduction, so none of them overlaps with computation any more. `.grad` stays as it is: the
         sum that `step` uses is scaled. Returns the norm, which is added up by buckets; `parameters` is not used.
         """
-        if not max_norm > 0:
-            raise ValueError(f"max_norm is {max_norm}; it must be positive.")
+        require(max_norm > 0, "max_norm", max_norm, "positive")
         if self._agreed is None:
             self.agree()
         for bucket in self.buckets:
-            self._launch(bucket)
+            bucket.run("reduce")
         total = torch.zeros((), dtype=torch.float64)
-        for bucket in self.buckets:
-            with record_function(f"wait: reduce {bucket.label}"):
-                bucket.wait()
+        trained = [bucket for bucket in self.buckets if bucket.trained]
+        for bucket in trained:
+            bucket.wait("reduce")
             total += bucket.square_sum()
-        message = self.comm.all_reduce_small(total)
-        if message is not None:
-            message.wait()
+        self.comm.all_reduce_small(total).wait()
         norm = total.sqrt() / self.divisor
         scale = max_norm / (float(norm) + 1e-6)
         if scale < 1:
-            for bucket in self.buckets:
+            for bucket in trained:
                 bucket.summed().mul_(scale)
         return norm
 
@@ -315,6 +302,7 @@ class Interleaved(Optimizer):
         for bucket in self.buckets:
             for ref in bucket.refs:
                 if ref.param is p:
+                    bucket.settle()
                     return bucket, ref
         raise ValueError(f"Interleaved does not train this parameter of shape {tuple(p.shape)}.")
 
@@ -369,32 +357,71 @@ class Interleaved(Optimizer):
         """How many bytes of state this rank keeps for each parameter, at most. Meta tensors are enough."""
         return state_bytes(self.plan, self.comm.rank)
 
-    def state_dict(self) -> dict[str, Any]:
+    def _saved(self) -> dict[str, Any]:
         """This rank's part, for the same number of ranks; `full_state_dict` is for any number."""
         parts = {ref.name: dict(state) for bucket in self.buckets for ref, state in bucket.states() if state}
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+        name = {ref.param: ref.name for ref in self.refs}
+        groups = [{**group, "params": [name[p] for p in group["params"]]} for group in self.param_groups]
         return {"state": parts, "param_groups": groups, "rank": self.comm.rank, "ranks": self.comm.size}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def _checked(self, state_dict: dict[str, Any]) -> tuple[list[Group], States]:
+        """The groups' new values, and this rank's states by name."""
+        name = {ref.param: ref.name for ref in self.refs}
+        groups = [{**group, "params": [name[p] for p in group["params"]]} for group in self.param_groups]
+        chosen = fitted(state_dict, groups, "Interleaved")
         ranks = state_dict.get("ranks"), state_dict.get("rank")
         if ranks != (self.comm.size, self.comm.rank):
             raise ValueError(
                 f"This state_dict is of rank {ranks[1]} of {ranks[0]}, this is rank {self.comm.rank} of "
                 f"{self.comm.size}. Save full_state_dict() and load it with load_full_state_dict() instead."
             )
+        members = [member for member in self.optimizers for _ in member.param_groups]
+        pairs = zip(members, chosen, self.param_groups, strict=True)
+        fresh = [member._group_from(saved, group) for member, (saved, _), group in pairs]
+        mine = [n for group in groups for n in group["params"]]
+        theirs = [i for _, ids in chosen for i in ids]
+        states = {n: state_dict["state"].get(i, {}) for n, i in zip(mine, theirs, strict=True)}
+        return fresh, {n: state for bucket in self.buckets for n, state in bucket.checked_states(states).items()}
+
+    def _take(self, checked: tuple[list[Group], States]) -> None:
         for bucket in self.buckets:
-            bucket.load_state(state_dict["state"], full=False)
-        for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update(saved_group)
+            bucket.load_state(checked[1], full=False)
+        for group, fresh in zip(self.param_groups, checked[0], strict=True):
+            group.update(fresh)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise ValueError(
+            "Interleaved cannot be copied or pickled: it has hooks on its model's parameters, and a process group. "
+            "Save its state_dict() instead, and build it anew around the copy of the model."
+        )
 
 
 def _check_arguments(optimizers: Sequence[Any], average: Any, buckets: int) -> None:
     if not optimizers:
         raise ValueError("Interleaved got no optimizers; pass at least one.")
     for optimizer in optimizers:
-        if not isinstance(optimizer, SpeedrunOptimizer):
-            raise ValueError(f"Interleaved cannot shard {type(optimizer).__name__}; pass Muon, NorMuon or Adam.")
-    if average not in ("mean", "sum") and not (type(average) is int and average >= 1):
-        raise ValueError(f"average is {average!r}; it must be one of: mean, sum, a whole number from 1 on.")
-    if buckets < 1:
-        raise ValueError(f"buckets is {buckets}; it must be at least 1.")
+        name = type(optimizer).__name__
+        if not isinstance(optimizer, Optimizer):
+            raise ValueError(f"Interleaved got a {name}; pass Muon, NorMuon, Adam, or any torch.optim.Optimizer.")
+        if isinstance(optimizer, TrainerOptimizer) and not isinstance(optimizer, SpeedrunOptimizer):
+            raise ValueError(
+                f"Interleaved cannot shard {name}; pass the optimizers in it, and put Snoo around Interleaved."
+            )
+    number = type(average) is int and average >= 1
+    require(number or average in ("mean", "sum"), "average", average, "one of: mean, sum, a whole number from 1 on")
+    require(buckets >= 1, "buckets", buckets, "at least 1")
+
+
+def _refuse_overlaps(model: nn.Module, trained: set[Tensor]) -> None:
+    """A parameter that moved would leave others behind that share its memory."""
+    spans = []
+    for name, x in [*model.named_parameters(), *model.named_buffers()]:
+        if x.layout == torch.strided and x.numel():
+            start = x.storage_offset() * x.itemsize
+            spans.append((x.untyped_storage()._cdata, start, start + x.nbytes, name, x in trained))
+    for (memory, _, end, first, moves), (other, start, _, second, too) in itertools.pairwise(sorted(spans)):
+        if memory == other and start < end and (moves or too):
+            raise ValueError(
+                f"{first} and {second} are two tensors in the same memory, which would be separated; make them one: "
+                "assign the same nn.Parameter to both modules."
+            )

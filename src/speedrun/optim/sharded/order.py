@@ -2,9 +2,10 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from speedrun.optim.sharded.plan import BucketPlan
+from speedrun.optim.state import require
 
 Op = Literal["reduce", "update", "gather", "finish"]
 OPS: tuple[Op, ...] = ("reduce", "update", "gather", "finish")
@@ -15,18 +16,23 @@ Early = Literal["tables", "all"]
 def early_reductions(plans: Sequence[BucketPlan], order: str | Order, early: Early | None = None) -> list[str]:
     """The buckets whose reductions begin during the backward pass; None takes `all` for `eager`, otherwise `tables`."""
     early = early or ("all" if order == "eager" else "tables")
-    if early not in ("tables", "all"):
-        raise ValueError(f"early is {early!r}; it must be one of: tables, all.")
+    require(early in get_args(Early), "early", early, "one of: " + ", ".join(get_args(Early)))
     return [plan.label for plan in reversed(plans) if early == "all" or plan.kind != "owned"]
 
 
 def order_of(order: str | Order, plans: Sequence[BucketPlan]) -> Order:
-    """The table of a name, or a table as it is; ValueError for one that is not complete."""
+    """The table of a name, or a table as it is; ValueError unless each bucket has all of `OPS` once, in that order."""
     if isinstance(order, str):
-        if order not in ORDERS:
-            raise ValueError(f"order is {order!r}; it must be one of: {', '.join(ORDERS)}, or a list.")
+        require(order in ORDERS, "order", order, f"one of: {', '.join(ORDERS)}, or a list")
         order = ORDERS[order](plans)
-    check_order(order, plans)
+    for plan in plans:
+        found = [op for op, label in order if label == plan.label]
+        if found != list(OPS):
+            raise ValueError(f"The order has {found} for {plan.label!r}; it must have {list(OPS)}, each once.")
+    unknown = {label for _, label in order} - {plan.label for plan in plans}
+    if unknown:
+        labels = ", ".join(plan.label for plan in plans)
+        raise ValueError(f"The order names {sorted(unknown)[0]!r}; the buckets are: {labels}.")
     return order
 
 
@@ -80,15 +86,3 @@ def eager(plans: Sequence[BucketPlan]) -> Order:
 
 ORDERS: dict[str, Callable[[Sequence[BucketPlan]], Order]]
 ORDERS = {"plain": plain, "interleaved": interleaved, "eager": eager}
-
-
-def check_order(order: Order, plans: Sequence[BucketPlan]) -> None:
-    """ValueError unless every bucket has each operation once, in the order of `OPS`."""
-    for plan in plans:
-        found = [op for op, label in order if label == plan.label]
-        if found != list(OPS):
-            raise ValueError(f"The order has {found} for {plan.label!r}; it must have {list(OPS)}, each once.")
-    unknown = {label for _, label in order} - {plan.label for plan in plans}
-    if unknown:
-        labels = ", ".join(plan.label for plan in plans)
-        raise ValueError(f"The order names {sorted(unknown)[0]!r}; the buckets are: {labels}.")

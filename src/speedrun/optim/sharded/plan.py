@@ -1,21 +1,27 @@
 """Which rank trains what: a function of the parameters and the number of ranks that needs no process group.
 
-Matrices that must be whole on one rank are owned, each by one; large tables are cut by rows; small tensors are trained
-on every rank.
+Matrices that must be whole on one rank are owned, each by one; large tables are cut by rows; small tensors, and all
+that an optimizer of another package trains, are trained on every rank.
 """
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
-from speedrun.optim.base import SpeedrunOptimizer, Work
+from speedrun.optim.base import SpeedrunOptimizer
+from speedrun.optim.sharded.foreign import ForeignMember
 from speedrun.optim.state import Group, named
+from speedrun.optim.work import Work
 
 Kind = Literal["owned", "rows", "replicated"]
+Member = SpeedrunOptimizer | ForeignMember
+ALIGNMENT = 64  # bytes, as torch's allocators give them: the speed and the last bits of a product can depend on it
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +30,7 @@ class ParamRef:
 
     name: str
     param: Tensor
-    member: SpeedrunOptimizer
+    member: Member
     group: Group
     index: int
 
@@ -36,18 +42,21 @@ class ParamRef:
     def effort(self) -> float:
         return self.member.effort(self.param, self.group, self.index)
 
+    def its_turn(self, local: Tensor) -> bool:
+        return self.member.its_turn(self.member.state.get(local, {}), self.group)
+
     def work(self, local: Tensor, grad: Tensor) -> Work:
         return Work(local, grad, self.member.state[local], self.group, self.index, self.name)
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter, or some of its rows, in one rank's chunk of a flat buffer."""
+    """A parameter, or some of its rows, in one rank's chunk of the flat buffers."""
 
     ref: ParamRef
     offset: int  # in elements
     numel: int
-    rows: tuple[int, int] | None = None  # first and end; None: the whole parameter
+    rows: tuple[int | None, int | None] = (None, None)  # first and end
 
     def of(self, chunk: Tensor) -> Tensor:
         return chunk[self.offset : self.offset + self.numel]
@@ -60,18 +69,39 @@ class BucketPlan:
     label: str
     kind: Kind
     slots: tuple[tuple[Slot, ...], ...]  # of each rank
-    chunk: int  # elements of one rank's part of the flat buffer
+    chunk: int  # elements of what one rank trains, with the gaps between slots
     refs: tuple[ParamRef, ...]
 
-    def traffic(self) -> tuple[float, float]:
-        """Bytes that one rank sends for the reduction and for the all-gather, in a ring."""
-        ranks, size = len(self.slots), self.chunk * self.refs[0].param.itemsize
-        if self.kind == "replicated":
-            return 2 * (ranks - 1) / ranks * size, 0.0
-        return (ranks - 1) * size, (ranks - 1) * size
+    @property
+    def whole(self) -> int:
+        """Elements of a flat buffer of all parameters: the chunks of all ranks."""
+        return self.chunk if self.kind == "replicated" else self.chunk * len(self.slots)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the flat buffers."""
+        return functools.reduce(torch.promote_types, (ref.param.dtype for ref in self.refs))
+
+    @property
+    def alone(self) -> bool:
+        """Whether a single parameter fills the flat buffer, so that it can be the buffer itself."""
+        return len(self.refs) == 1 and self.whole == self.refs[0].param.numel()
+
+    def places(self) -> dict[ParamRef, int]:
+        """Where each parameter begins in a flat buffer of all of them."""
+        found: dict[ParamRef, int] = {}
+        for rank, slots in enumerate(self.slots):
+            for slot in slots:
+                found.setdefault(slot.ref, rank * self.chunk + slot.offset)
+        return found
+
+    def buffer_bytes(self) -> int:
+        """What transfers need on a rank: its gradients in one piece, the sum that it receives, gaps between weights."""
+        gaps = self.whole - sum(ref.param.numel() for ref in self.refs)
+        return (self.chunk + (0 if self.alone else self.whole + gaps)) * self.dtype.itemsize
 
 
-def param_refs(members: Sequence[SpeedrunOptimizer], names: Mapping[Any, str]) -> list[ParamRef]:
+def param_refs(members: Sequence[Member], names: Mapping[Any, str]) -> list[ParamRef]:
     """The parameters of all optimizers, by the model's names; ValueError if one is in two groups."""
     refs: dict[Tensor, ParamRef] = {}
     for member in members:
@@ -86,19 +116,27 @@ def param_refs(members: Sequence[SpeedrunOptimizer], names: Mapping[Any, str]) -
 def plan_buckets(
     refs: Sequence[ParamRef], world_size: int, num_buckets: int = 2, replicate_below: int = 1024
 ) -> list[BucketPlan]:
-    """Tables first, each in a bucket of its own, then small tensors, then matrices in `num_buckets` for each dtype."""
+    """Tables first, each in a bucket of its own, then small tensors, then matrices in `num_buckets` for each dtype.
+
+    An optimizer of another package steps once, so all of its parameters are one bucket, after the small tensors.
+    """
     matrices: dict[Any, list[ParamRef]] = defaultdict(list)
     small: dict[Any, list[ParamRef]] = defaultdict(list)
+    foreign: dict[ForeignMember, list[ParamRef]] = defaultdict(list)
     plans = []
     for ref in refs:
         kind = ref.param.dtype, ref.param.device
-        if ref.member.whole_matrices:
+        if isinstance(ref.member, ForeignMember):
+            foreign[ref.member].append(ref)
+        elif ref.member.whole_matrices:
             matrices[kind].append(ref)
-        elif ref.param.numel() < replicate_below or ref.param.ndim == 0:
+        elif ref.param.numel() < max(1, replicate_below) or ref.param.ndim == 0:
             small[kind].append(ref)
         else:
             plans.append(_row_sharded(ref, world_size))
     plans += [_replicated(f"small {k}", alike, world_size) for k, alike in enumerate(small.values())]
+    for k, (member, theirs) in enumerate(foreign.items()):
+        plans.append(_replicated(f"{type(member.optimizer).__name__} {k}", theirs, world_size))
     load = [0.0] * world_size
     parts = [part for alike in matrices.values() for part in split_evenly(alike, num_buckets)]
     return plans + [_owned(f"matrices {k}", part, load) for k, part in enumerate(parts)]
@@ -126,7 +164,8 @@ def _row_sharded(ref: ParamRef, world_size: int) -> BucketPlan:
 
 
 def _replicated(label: str, refs: Sequence[ParamRef], world_size: int) -> BucketPlan:
-    slots, total = _consecutive(refs)
+    """Without gaps: parameters stay where they are, and most are tiny."""
+    slots, total = _consecutive(refs, 1)
     return BucketPlan(label, "replicated", (slots,) * world_size, total, tuple(refs))
 
 
@@ -145,18 +184,19 @@ def _owned(label: str, refs: Sequence[ParamRef], load: list[float]) -> BucketPla
     share_of = dict(zip(least_first, most_first, strict=True))
     for rank in ranks:
         load[rank] += efforts[share_of[rank]]
-    slots, sizes = zip(*(_consecutive(shares[share_of[rank]]) for rank in ranks), strict=True)
+    step = ALIGNMENT // refs[0].param.itemsize
+    slots, sizes = zip(*(_consecutive(shares[share_of[rank]], step) for rank in ranks), strict=True)
     place = {ref: k for k, ref in enumerate(refs)}
     in_order = tuple(tuple(sorted(mine, key=lambda slot: place[slot.ref])) for mine in slots)
     return BucketPlan(label, "owned", in_order, max(sizes), tuple(refs))
 
 
-def _consecutive(refs: Sequence[ParamRef]) -> tuple[tuple[Slot, ...], int]:
-    """Slots one after the other, and the sum of their sizes."""
+def _consecutive(refs: Sequence[ParamRef], step: int) -> tuple[tuple[Slot, ...], int]:
+    """Slots one after the other, each at a multiple of `step`, and where the next one would begin."""
     slots, total = [], 0
     for ref in refs:
         slots.append(Slot(ref, total, ref.param.numel()))
-        total += ref.param.numel()
+        total += math.ceil(ref.param.numel() / step) * step
     return tuple(slots), total
 
 

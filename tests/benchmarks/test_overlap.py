@@ -1,0 +1,24 @@
+"""The benchmark of the sharded step runs: every order, DDP, and what is foretold of them."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_order_is_measured_and_foretold() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.overlap", "--rounds", "1", "--width", "64", "--rows", "1"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    table, foretold = done.stdout.split("foretold from")
+    assert re.findall(r"^  (\w+) +\d+\.\d", table, re.M) == ["plain", "interleaved", "eager", "ddp"]
+    assert re.findall(r"^  (\w+) +\d+\.\d ms, measured", foretold, re.M) == ["plain", "interleaved", "eager"]
