@@ -103,6 +103,13 @@ MORE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
+    "bigrams": (
+        "normuon",
+        {
+            "model.bigram_rows": 5000, "model.bigram_width": 32, "optim.bigram.lr": 40.0,
+        },
+        {},
+    ),
 }  # fmt: skip
 
 

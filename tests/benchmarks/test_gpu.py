@@ -73,6 +73,40 @@ def test_all_kernels_of_a_stage_compile_to_machine_code(environment, device: str
     assert row["shared"] <= pretend.CHIPS[device].shared_memory_per_block_optin
 
 
+BIGRAMS = """
+import json
+from dataclasses import replace
+from benchmarks.gpu import pretend
+pretend.start("h100")
+from benchmarks.gpu import stages
+
+class WithBigrams(stages.Case):
+    @property
+    def whole(self):
+        recipe = super().whole
+        return replace(recipe, model=replace(recipe.model, bigram_rows=15 * 50304, bigram_width=192))
+
+stages.install_stand_in()
+for graph in stages.lower_stage(WithBigrams("interleaved", "short", 0), "fa3"):
+    print(json.dumps({"name": graph.name, "kernels": graph.kernels, "bytes": graph.bytes}))
+"""
+
+
+@pytest.mark.slow
+def test_the_bigram_table_of_a_record_lowers_for_an_h100(environment, tmp_path: Path) -> None:
+    """Fifteen rows for each token of the vocabulary, 192 channels wide: few kernels more than without it.
+
+    The lookup and its gradient touch the whole table, 0.58 GB; eleven layers read 0.05 GB of features each.
+    """
+    script = tmp_path / "bigrams.py"
+    script.write_text(BIGRAMS)
+    forward, backward = answers(environment, str(script))
+    kept = KEPT["h100", "interleaved from step 0"]
+    for graph, more in ((forward, 3), (backward, 13)):
+        assert graph["kernels"] <= kept[graph["name"]]["kernels"] + more
+        assert graph["bytes"] < kept[graph["name"]]["bytes"] + 1.4e9
+
+
 FAULTS = """
 import json, torch
 from benchmarks.gpu import pretend

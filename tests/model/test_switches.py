@@ -20,7 +20,7 @@ FULL = replace(
     long_layers=(0, 3), no_attention=(2,), attention_gates=True, attention_lambdas=True, key_offset=True,
     value_tables=2, value_layers=((0, 0), (1, 1), (3, 0)), value_std=0.3, value_gates=True, softcap="sigmoid",
     softcap_limit=23.0, softcap_shift=5.0, smear=True, smear_mtp=True, residual_lambdas=1.1, x0_lambdas=True,
-    second_embedding=True, skips=((0, 2), (1, 3)), skip_gates=True, backout=1,
+    second_embedding=True, skips=((0, 2), (1, 3)), skip_gates=True, backout=1, bigram_rows=40, bigram_width=24,
 )  # fmt: skip
 
 SWITCHES = {
@@ -46,6 +46,8 @@ SWITCHES = {
     "value_std": ({"value_std": 0.5}, replace(BASE, value_tables=1, value_layers=((1, 0),))),
     "value_gates": ({"value_gates": True}, replace(BASE, value_tables=1, value_layers=((1, 0),), value_std=1.0)),
     "value_lambdas": ({"value_lambdas": True}, BASE),
+    "bigram_rows": ({"bigram_rows": 300}, BASE),
+    "bigram_width": ({"bigram_width": 8}, replace(BASE, bigram_rows=300)),
     "softcap tanh": ({"softcap": "tanh"}, BASE),
     "softcap sigmoid": ({"softcap": "sigmoid"}, BASE),
     "softcap isru": ({"softcap": "isru"}, BASE),
@@ -129,10 +131,10 @@ def test_nothing_crosses_a_document_boundary() -> None:
     assert both == pytest.approx(total, rel=1e-4)
 
 
-@pytest.mark.parametrize("part", ["smear", "smear_mtp", "key_offset", "predict"])
+@pytest.mark.parametrize("part", ["smear", "smear_mtp", "key_offset", "predict", "bigram_rows"])
 def test_across_documents_lets_it(part: str) -> None:
     """What the records did, by a flag: the first token of a document then feels the last of the one before."""
-    changes = {} if part == "predict" else {part: True}
+    changes = {} if part == "predict" else {part: 40 if part == "bigram_rows" else True}
     config = replace(BASE, rotary="half", long_layers=(0, 1, 2, 3), **changes)
     predict = torch.tensor([1.0, 0.5, 0.25]) if part == "predict" else None
     x = ids(1, 21)

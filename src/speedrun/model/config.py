@@ -85,6 +85,10 @@ class GPTConfig:
     """Scale each head's value embedding by twice a sigmoid of the first channels."""
     value_lambdas: bool = False
     """Learned numbers mix values and value embeddings (from 0.5 each)."""
+    bigram_rows: Count = 0
+    """Rows of a table for pairs of tokens, which share them by a hash; 0 turns it off."""
+    bigram_width: Count = 0
+    """Its width, which the first channels get; 0 is the residual width."""
     softcap: Literal["none", "tanh", "sigmoid", "isru"] = "none"
     """Bound the logits z: c tanh(z / c); c sigmoid((z + shift) / temperature); c z / sqrt(z^2 + c^2)."""
     softcap_limit: AboveZero = 15.0
@@ -189,6 +193,7 @@ class GPTConfig:
         """Switches that need another one, or room, say so instead of doing nothing."""
         attends = len(set(self.no_attention)) < self.layers
         needs = (
+            ("bigram_width", self.bigram_width, self.bigram_rows > 0, "a table (model.bigram_rows)"),
             ("split", self.split, self.tied, "a tied head (model.tied=True)"),
             ("second_embedding", self.second_embedding, self.x0_lambdas, "model.x0_lambdas=True"),
             ("value_gates", self.value_gates, self.value_tables > 0, "value embeddings (model.value_tables)"),
@@ -201,6 +206,10 @@ class GPTConfig:
         for name, wanted, given, what in needs:
             if wanted and not given:
                 raise UserError(f"model.{name} is {getattr(self, name)!r}, which needs {what}.")
+        if self.bigram_rows == 1:
+            raise UserError("model.bigram_rows is 1, but one row is for tokens without a previous one; choose 0 or 2.")
+        if self.bigram_width > self.width:
+            raise UserError(f"model.bigram_width is {self.bigram_width}, but model.width only {self.width}.")
         gates = self.attention_gates or self.value_gates or self.skip_gates or self.smear
         if gates and not 1 <= self.gate_inputs <= self.width:
             raise UserError(f"model.gate_inputs is {self.gate_inputs}; the gates read 1 to {self.width} channels.")
@@ -228,6 +237,7 @@ class GPTConfig:
                 "key offset": has and self.key_offset and long,
                 "residual lambda": bool(self.residual_lambdas),
                 "x0 lambdas" if self.second_embedding else "x0 lambda": self.x0_lambdas,
+                "bigrams": self.bigram_rows > 0,
                 "backout": layer == self.backout,
             }
             attention = f"{self.heads} heads of {self.head_width}" if has else "-"

@@ -12,6 +12,7 @@ import re
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speedrun.model.attention import AttentionMask, Backend, Documents, attention_mask
@@ -26,27 +27,30 @@ __all__ = [
 ]  # fmt: skip
 
 Role = Literal[
-    "embed", "head", "embed2", "values", "attention_qkv", "attention_out", "mlp_up", "mlp_down",
+    "embed", "head", "embed2", "values", "bigram", "attention_qkv", "attention_out", "mlp_up", "mlp_down",
     "gates", "smear_gate", "skip_gates", "x0", "scalars",
 ]  # fmt: skip
 """What a parameter is for. Optimizers, counts and the dry run ask for the role and never look at a name."""
 
 ROLES: dict[str, Role] = {  # by the name of the parameter without the numbers of lists
     "embed": "embed", "head": "head", "embed2": "embed2", "value_embeds": "values",
+    "bigram_embed": "bigram",
     "blocks.attention.qkv.weight": "attention_qkv", "blocks.attention.out.weight": "attention_out",
     "blocks.mlp.up.weight": "mlp_up", "blocks.mlp.down.weight": "mlp_down",
     "blocks.attention.gate": "gates", "blocks.attention.value_gate": "gates",
     "smear_gate": "smear_gate", "skip_gates": "skip_gates", "x0_lambdas": "x0",
     "blocks.attention.lambdas": "scalars", "blocks.attention.value_lambdas": "scalars",
     "residual_lambdas": "scalars", "smear_lambda": "scalars", "smear_mtp_lambda": "scalars",
-    "skip_lambdas": "scalars", "backout_lambdas": "scalars",
+    "skip_lambdas": "scalars", "backout_lambdas": "scalars", "bigram_lambdas": "scalars",
 }  # fmt: skip
 MATRICES: tuple[Role, ...] = ("attention_qkv", "attention_out", "mlp_up", "mlp_down")
 """Matrices inside the blocks: what Muon can train, and what may be stored in bfloat16."""
 TABLES: tuple[Role, ...] = ("embed", "embed2", "values", "head")
 """Matrices with a row for each token of the vocabulary."""
+BIGRAM_SIGNS = 8192  # rows of random signs; 500 to 15,000 are all alike
 COUNTED_AS: dict[Role, str] = {
     "embed": "embedding", "embed2": "embedding", "head": "head", "values": "value embeddings",
+    "bigram": "bigram embeddings",
     **dict.fromkeys(MATRICES, "blocks"),
     **dict.fromkeys(("gates", "smear_gate", "skip_gates", "x0", "scalars"), "gates and scalars"),
 }  # fmt: skip
@@ -66,6 +70,13 @@ class GPT(nn.Module):
         if c.second_embedding:
             self.embed2 = nn.Parameter(torch.empty(c.vocab, c.width))
         self.value_embeds = nn.ParameterList(torch.empty(c.vocab, c.width) for _ in range(c.value_tables))
+        if c.bigram_rows:
+            width = c.bigram_width or c.width
+            self.bigram_embed = nn.Parameter(torch.zeros(c.bigram_rows, width))
+            self.bigram_lambdas = nn.Parameter(torch.full((c.layers,), 0.1))
+            signs = torch.randint(2, (BIGRAM_SIGNS, width), generator=torch.Generator().manual_seed(0))
+            self.bigram_signs: Tensor
+            self.register_buffer("bigram_signs", (2 * signs - 1).to(torch.int8), persistent=False)
         if c.residual_lambdas:
             self.residual_lambdas = nn.Parameter(torch.full((c.layers,), c.residual_lambdas))
         if c.x0_lambdas:
@@ -213,6 +224,7 @@ class GPT(nn.Module):
         x0 = [x]
         if c.second_embedding:  # what later layers need to know of a token may differ from what the first needs
             x0.append(norm(lookup(self.embed2, ids_BT), c.norm_eps))
+        pairs = self.bigrams(ids_BT, args.follows_BT) if c.bigram_rows else None
         tables, kept = dict(c.value_layers), {c.backout, *(source for source, _ in c.skips)}
         outputs: dict[int, Tensor] = {}
         for layer, block in enumerate(self.blocks):
@@ -225,6 +237,8 @@ class GPT(nn.Module):
             if c.x0_lambdas:  # late layers still see which token it is (modded-nanogpt)
                 for n, embedding in enumerate(x0):
                     x = x + self.x0_lambdas[layer, n] * embedding
+            if pairs is not None:  # what follows a pair of tokens need not be computed from each of them
+                x = x + self.bigram_lambdas[layer] * pairs
             x = block(x, values[tables[layer]] if layer in tables else None, args)
             if layer in kept:
                 outputs[layer] = x
@@ -243,6 +257,22 @@ class GPT(nn.Module):
         # With QK norm no score is above scale * head width (before YaRN): it decides how sharp attention can get.
         scale = self.config.attention_scale or None
         return AttentionArgs(self.cos[:T], self.sin[:T], scale, mask, follows, windows)
+
+    def bigrams(self, ids_BT: Tensor, follows_BT: Tensor | None) -> Tensor:
+        """(B, T, D): the row of each token and the one before it, by a hash. A token without one has the last row.
+
+        Pairs that share a row see it through different signs, so that what one learns is noise of mean zero to the
+        other. modded-nanogpt, https://github.com/KellerJordan/modded-nanogpt/pull/201 (the hash, which agrees with its
+        32-bit one for less than 59,138 tokens) and https://github.com/KellerJordan/modded-nanogpt/pull/299 (the signs).
+        """
+        if follows_BT is None:
+            follows_BT = (torch.arange(ids_BT.shape[1], device=ids_BT.device) > 0).expand_as(ids_BT)
+        before_BT = shift_tokens(ids_BT) * follows_BT
+        last = self.config.bigram_rows - 1
+        row_BT = torch.where(follows_BT, ((36313 * ids_BT) ^ (27191 * before_BT)) % last, last)
+        signs_BTD = self.bigram_signs[(ids_BT ^ before_BT) % BIGRAM_SIGNS]
+        pairs_BTD = lookup(self.bigram_embed, row_BT) * signs_BTD
+        return F.pad(pairs_BTD, (0, self.config.width - pairs_BTD.shape[-1]))
 
     def skip_weight(self, n: int, x0: Tensor) -> Tensor:
         """How much of a skip is taken; with gates, at each position."""

@@ -125,6 +125,8 @@ class OptimConfig:
     """The second token table."""
     values: Part = field(default_factory=Part)
     """Value embeddings."""
+    bigram: Part = field(default_factory=Part)
+    """The table of hashed pairs of tokens."""
     gates: Part = field(default_factory=Part)
     """Gates of attention heads and of value embeddings."""
     smear_gate: Part = field(default_factory=Part)
