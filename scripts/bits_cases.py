@@ -103,10 +103,11 @@ MORE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
-    "bigrams": (
+    "bigrams, update floor": (
         "normuon",
         {
             "model.bigram_rows": 5000, "model.bigram_width": 32, "optim.bigram.lr": 40.0,
+            "optim.muon.update_floor": 0.35,
         },
         {},
     ),

@@ -28,7 +28,7 @@ class Muon:
     def __init__(
         self, lr, momentum=0.95, nesterov=True, momentum_form="ema", method="polar-express", steps=5, coefficients=None,
         scale="spectral", weight_decay=0.0, decay="decoupled", decay_by="lr", update_ema=0.0, lr_mul=1.0, wd_mul=1.0,
-        blocks=1, beta2=None, axis=None,
+        blocks=1, beta2=None, axis=None, update_floor=0.0,
     ):  # fmt: skip
         self.__dict__.update({k: v for k, v in locals().items() if k != "self"})
         self.m = self.e = None
@@ -58,7 +58,9 @@ class Muon:
             for j in range(b):
                 here = slice(i * rows, (i + 1) * rows), slice(j * cols, (j + 1) * cols)
                 o = orthogonalize(u[here], self.method, self.steps, self.coefficients)
-                out[here] = self.even_out(o, (i, j)) if self.beta2 is not None else o
+                o = self.even_out(o, (i, j)) if self.beta2 is not None else o
+                least = self.update_floor * p[here].norm()
+                out[here] = o * (least / (scale * o).norm()) if (scale * o).norm() < least else o
         if self.update_ema:
             self.e = torch.zeros_like(out) if self.e is None else self.e
             out = self.e = self.update_ema * self.e + (1 - self.update_ema) * out

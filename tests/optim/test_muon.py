@@ -25,6 +25,7 @@ OPTIONS = st.fixed_dictionaries(
         "decay": st.sampled_from(["decoupled", "cautious"]),
         "decay_by": st.sampled_from(["lr", "lr-squared"]),
         "update_ema": st.sampled_from([0.0, 0.3]),
+        "update_floor": st.sampled_from([0.0, 0.35, 2.0]),
         "lr_mul": st.sampled_from([1.0, 0.1, 2.0]),
         "wd_mul": st.sampled_from([1.0, 0.0, 2.0]),
     }
@@ -261,6 +262,8 @@ BAD = [
     ({"decay_by": "time"}, "decay_by is 'time'"),
     ({"momentum_form": "x"}, "momentum_form is 'x'"),
     ({"update_ema": 1.5}, "update_ema is 1.5"),
+    ({"update_floor": -0.1}, "update_floor is -0.1; it must be finite and not negative"),
+    ({"update_floor": float("nan")}, "update_floor is nan"),
     ({"blocks": 3}, "blocks is 3, which does not divide the 8 x 8 matrix of "),
     ({"blocks": 0}, "blocks is 0"),
     ({"matrix": "heap"}, "matrix is 'heap'"),

@@ -49,6 +49,17 @@ def normuon_scale_(u_Nrc: Tensor, v: Tensor, weight: Scalar, spare_Nrc: Tensor) 
     return u_Nrc.mul_(factor.mul_(before / after.clamp(min=1e-10)))
 
 
+def raise_to_floor(u_Nrc: Tensor, w_Nrc: Tensor, floor: Scalar) -> Tensor:
+    """u max(1, floor ||w|| / ||u||), Frobenius norms of each matrix: no update is smaller than a share of its weight.
+
+    Weights that have grown go on learning, as if weight decay had kept them small. The u/w floor of
+    https://github.com/KellerJordan/modded-nanogpt/pull/274, where it is 0.35 on NorMuon's updates.
+    """
+    wanted_N11 = torch.linalg.vector_norm(w_Nrc, dim=(-2, -1), keepdim=True) * floor
+    size_N11 = torch.linalg.vector_norm(u_Nrc, dim=(-2, -1), keepdim=True)
+    return u_Nrc * (wanted_N11 / size_N11.clamp(min=1e-10)).clamp(min=1)
+
+
 def decay_(x: Tensor, decay: Scalar) -> Tensor:
     """x <- (1 - decay) x. Decoupled weight decay, arXiv:1711.05101 (https://arxiv.org/abs/1711.05101)."""
     return x.mul_(1 - decay)

@@ -72,6 +72,8 @@ class Muon(SpeedrunOptimizer):
         weight_decay, decay: `decoupled` shrinks every weight, `cautious` only where the update shrinks it too.
         decay_by: `lr` multiplies the decay by lr * lr_mul, as AdamW does; `lr-squared` by lr * (lr * lr_mul * scale).
         update_ema: the applied update is an average with this much of the previous ones; 0 turns it off.
+        update_floor: a block's update, before lr, has at least this share of the Frobenius norm of its weights; 0.35 is
+            usual, with little weight decay or none. 0 turns it off.
         lr_mul, wd_mul, blocks, matrix, transposed: one value, or a list with one for each parameter of the group.
         blocks: how many equal ones in the rows, (in rows, in columns), or a list with the height of each.
         matrix: how more than two dimensions are read: `flatten` (rows, everything else), for convolutions;
@@ -104,6 +106,7 @@ class Muon(SpeedrunOptimizer):
         decay: Decay = "decoupled",
         decay_by: DecayBy = "lr",
         update_ema: float = 0.0,
+        update_floor: float = 0.0,
         lr_mul: float | list[float] = 1.0,
         wd_mul: float | list[float] = 1.0,
         blocks: Blocks | list[Blocks] = 1,
@@ -124,6 +127,8 @@ class Muon(SpeedrunOptimizer):
             require(group[key] in get_args(choices), key, group[key], "one of: " + ", ".join(get_args(choices)))
         for key in ("momentum", "update_ema"):
             require(0 <= one_number(key, group[key]) < 1, key, group[key], "at least 0 and below 1")
+        floor = group["update_floor"]
+        require(0 <= one_number("update_floor", floor) < math.inf, "update_floor", floor, "finite and not negative")
         for index, (name, p) in enumerate(named(group, len(self.param_groups) - 1)):
             grids_of(p.shape, group, index, name)
 
@@ -278,6 +283,8 @@ class Muon(SpeedrunOptimizer):
     def _apply(self, w: Work, update: Tensor, finite: float | Tensor) -> None:
         """Weight decay and the step itself, on the master."""
         group, x = w.group, self._read(w)
+        if group["update_floor"]:
+            update = self._raised(w, update, x)
         smooth = group["update_ema"]
         if smooth:  # smoother steps: an average of the orthogonalised updates
             if "update_buffer" not in w.state:
@@ -307,6 +314,19 @@ class Muon(SpeedrunOptimizer):
         ]
         whole = layout.restore(torch.cat(parts, dim=-2))
         return whole if w.sharded is None else part_of(whole, w.sharded)
+
+    @staticmethod
+    def _raised(w: Work, update: Tensor, x: Tensor) -> Tensor:
+        """The update, its blocks no smaller than a share of their weights. Of a DTensor, all ranks must call this."""
+        if w.sharded is not None:
+            update, x = whole_of(update, w.sharded), whole_of(x, w.sharded)
+        grids = grids_of(w.shape, w.group, w.index)
+        parts = []
+        for grid in grids:
+            floor = w.group["update_floor"] / scale_of(w.group["scale"], grid.rows, grid.cols)
+            parts.append(grid.join(F.raise_to_floor(grid.cut(update), grid.cut(x), floor)))
+        update = grids[0].layout.restore(torch.cat(parts, dim=-2))
+        return update if w.sharded is None else part_of(update, w.sharded)
 
 
 class NorMuon(Muon):
@@ -343,6 +363,7 @@ class NorMuon(Muon):
         decay: Decay = "decoupled",
         decay_by: DecayBy = "lr",
         update_ema: float = 0.0,
+        update_floor: float = 0.0,
         lr_mul: float | list[float] = 1.0,
         wd_mul: float | list[float] = 1.0,
         blocks: Blocks | list[Blocks] = 1,

@@ -72,6 +72,8 @@ class MuonPart:
     """The decay follows the learning rate, or its square."""
     update_ema: float = 0.0
     """Share of earlier updates in the one that is applied; 0 turns it off."""
+    update_floor: float = 0.0
+    """Least size of an update, as a share of its weight's norm; 0 turns it off."""
 
 
 @dataclass(frozen=True)
@@ -265,7 +267,7 @@ def _build_muon(
             [group], lr=m.lr, momentum=m.momentum, nesterov=m.nesterov, momentum_form=m.momentum_form,
             method=method, steps=m.steps,
             coefficients=NEWTON_SCHULZ_PER_STEP if per_step else None, scale=m.scale, weight_decay=m.weight_decay,
-            decay=m.decay, decay_by=m.decay_by, update_ema=m.update_ema, exact_bf16=config.weights == "exact-bf16",
-            **options,
+            decay=m.decay, decay_by=m.decay_by, update_ema=m.update_ema, update_floor=m.update_floor,
+            exact_bf16=config.weights == "exact-bf16", **options,
         )
     ]  # fmt: skip
