@@ -20,13 +20,13 @@ import torch
 from speedrun.data.loader import Batch
 from speedrun.recipes import get_recipe
 from speedrun.tracks import get_track
-from speedrun.train import arithmetic, telemetry
-from speedrun.train.config import Options
-from speedrun.train.device import choose
-from speedrun.train.job import Job
-from speedrun.train.progress import Progress
-from speedrun.train.runlog import NullRunFolder
-from speedrun.train.step import Trainer
+from speedrun.training import arithmetic, telemetry
+from speedrun.training.config import Options
+from speedrun.training.device import choose
+from speedrun.training.job import Job
+from speedrun.training.progress import Progress
+from speedrun.training.runlog import NullRunFolder
+from speedrun.training.step import Trainer
 
 
 def step_seconds(name: str, rounds: int, compiled: bool) -> dict[str, float]:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from speedrun.model.attention import attend, attend_locally, document_mask, local_mask
-from speedrun.train.device import choose
+from speedrun.training.device import choose
 
 WINDOW, LENGTHS = 512, (2048, 4096, 8192, 16384)
 

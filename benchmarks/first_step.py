@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from speedrun.files import home
-from speedrun.train.runlog import read_metrics, read_result
+from speedrun.training.runlog import read_metrics, read_result
 
 # What a command does, in a process of its own that says at the end what it has measured.
 COMMAND = """
@@ -26,7 +26,7 @@ torch_there = time.perf_counter()
 import speedrun.cli.training
 imported = time.perf_counter()
 from speedrun import cli
-from speedrun.train.loop import Loop
+from speedrun.training.loop import Loop
 checked = []
 def check_data(self, check=Loop.check_data):
     began = time.perf_counter()

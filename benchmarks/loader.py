@@ -19,7 +19,7 @@ from benchmarks.throughput import our_step
 from speedrun.data.loader import Loader, LoaderConfig
 from speedrun.data.shards import write_shard
 from speedrun.recipes import get_recipe
-from speedrun.train.device import choose
+from speedrun.training.device import choose
 
 TOKENS = 10_000_000
 

@@ -28,8 +28,8 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from speedrun.model.gpt import GPT, GPTConfig
 from speedrun.optim import Adam, Combined, Muon, NorMuon, orthogonalize, route
 from speedrun.optim.polynomial import multiplications
-from speedrun.train import telemetry
-from speedrun.train.device import choose, compiled
+from speedrun.training import telemetry
+from speedrun.training.device import choose, compiled
 
 Step = Callable[[], object]
 

@@ -37,9 +37,9 @@ from speedrun.files import write_atomic
 from speedrun.model.gpt import GPT
 from speedrun.optim.sharded import ORDERS, Comm, Interleaved
 from speedrun.recipes import get_recipe
-from speedrun.train.config import Recipe, with_fields
-from speedrun.train.optimizers import build_optimizer
-from speedrun.train.trace import Span, spans
+from speedrun.training.config import Recipe, with_fields
+from speedrun.training.optimizers import build_optimizer
+from speedrun.training.trace import Span, spans
 
 LENGTH = 128
 

@@ -27,9 +27,9 @@ from speedrun.optim.polynomial import multiplications
 from speedrun.optim.sharded.order import ORDERS, Order, early_reductions
 from speedrun.optim.sharded.plan import BucketPlan, ParamRef, param_refs, plan_buckets
 from speedrun.recipes import get_recipe
-from speedrun.train.config import Recipe
-from speedrun.train.optimizers import build_optimizer
-from speedrun.train.trace import Span
+from speedrun.training.config import Recipe
+from speedrun.training.optimizers import build_optimizer
+from speedrun.training.trace import Span
 
 
 @dataclass(frozen=True)

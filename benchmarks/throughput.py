@@ -18,9 +18,9 @@ import torch
 
 from speedrun.model.gpt import GPT, GPTConfig, flops_per_token
 from speedrun.recipes import get_recipe
-from speedrun.train.config import Recipe
-from speedrun.train.device import choose, compiled
-from speedrun.train.optimizers import build_optimizer
+from speedrun.training.config import Recipe
+from speedrun.training.device import choose, compiled
+from speedrun.training.optimizers import build_optimizer
 
 
 def our_step(recipe: Recipe, ids: torch.Tensor) -> Callable[[], None]:

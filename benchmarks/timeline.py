@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape
 
 from speedrun.report.draw import COLORS as PALETTE
 from speedrun.report.draw import GRID, INK, PAPER, picture, text
-from speedrun.train.trace import Span
+from speedrun.training.trace import Span
 
 WIDTH, LEFT, RIGHT, TOP, LANE, GAP = 960, 86, 16, 56, 30, 40
 COLORS = {

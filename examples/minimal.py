@@ -32,10 +32,10 @@ from speedrun.errors import UserError
 from speedrun.model.gpt import GPT, Documents
 from speedrun.recipes import DEFAULT, LINEAGE, get_recipe
 from speedrun.tracks import get_track
-from speedrun.train.config import Recipe
-from speedrun.train.device import Machine, choose
-from speedrun.train.optimizers import build_optimizer
-from speedrun.train.schedule import Stage
+from speedrun.training.config import Recipe
+from speedrun.training.device import Machine, choose
+from speedrun.training.optimizers import build_optimizer
+from speedrun.training.schedule import Stage
 
 PRINT_EVERY = 50  # steps
 

@@ -34,15 +34,15 @@ import speedrun.data
 from speedrun.data.shards import TokenFolder, write_shard
 from speedrun.optim.sharded import Comm
 from speedrun.recipes import LINEAGE, get_recipe
-from speedrun.train.config import Options, Recipe, fields_of, with_fields
-from speedrun.train.device import choose
-from speedrun.train.job import Job
-from speedrun.train.loop import Loop
-from speedrun.train.optimizers import PARTS
-from speedrun.train.progress import Progress
-from speedrun.train.runlog import NullRunFolder, RunFolder, read_metrics
-from speedrun.train.state import exact
-from speedrun.train.step import Trainer
+from speedrun.training.config import Options, Recipe, fields_of, with_fields
+from speedrun.training.device import choose
+from speedrun.training.job import Job
+from speedrun.training.loop import Loop
+from speedrun.training.optimizers import PARTS
+from speedrun.training.progress import Progress
+from speedrun.training.runlog import NullRunFolder, RunFolder, read_metrics
+from speedrun.training.state import exact
+from speedrun.training.step import Trainer
 
 COMPILED = ("normuon", "interleaved")
 STEPS, QUICK = 24, 8  # with the extension

@@ -13,9 +13,9 @@ from pathlib import Path
 import calibration as c
 import numpy as np
 
+from speedrun.experiments import statistics
+from speedrun.experiments.statistics import ALPHA
 from speedrun.files import write_atomic
-from speedrun.race import statistics
-from speedrun.race.statistics import ALPHA
 
 DOCS = Path(__file__).parents[1] / "docs"
 LIMIT = 0.012

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from scipy import special
 
-from speedrun.race import statistics
-from speedrun.race.statistics import ALPHA, FEWEST
+from speedrun.experiments import statistics
+from speedrun.experiments.statistics import ALPHA, FEWEST
 
 Noise = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
 """(generator, (races, runs)) -> noise of each run in the order of the race, with a deviation of about 1."""

@@ -27,8 +27,8 @@ import torch
 
 from speedrun.data.shards import TokenFolder, write_shard
 from speedrun.data.tokenizer import Tokenizer
-from speedrun.train import checkpoint
-from speedrun.train.runlog import read_metrics
+from speedrun.training import checkpoint
+from speedrun.training.runlog import read_metrics
 
 EVERY = 12  # steps between validations of `kills`
 KILLS = [

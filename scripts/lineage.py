@@ -25,7 +25,7 @@ from scipy import stats
 
 from speedrun.report.draw import INK, dot, line, picture, text
 from speedrun.tracks import POCKET_TARGET
-from speedrun.train.runlog import read_result
+from speedrun.training.runlog import read_result
 
 DOCS = Path(__file__).parents[1] / "docs"
 ROWS = DOCS / "sweeps" / "lineage.jsonl"

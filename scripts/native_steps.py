@@ -36,13 +36,13 @@ from speedrun.data.tokenizer import Tokenizer
 from speedrun.files import home, locked
 from speedrun.recipes import get_recipe
 from speedrun.recipes.published import CURVES
-from speedrun.train.config import Options, Recipe
-from speedrun.train.device import choose
-from speedrun.train.job import Job
-from speedrun.train.progress import Progress
-from speedrun.train.runlog import RunFolder
-from speedrun.train.schedule import Stage
-from speedrun.train.step import Trainer
+from speedrun.training.config import Options, Recipe
+from speedrun.training.device import choose
+from speedrun.training.job import Job
+from speedrun.training.progress import Progress
+from speedrun.training.runlog import RunFolder
+from speedrun.training.schedule import Stage
+from speedrun.training.step import Trainer
 
 BATCH = 2048  # tokens
 STEPS = 3

@@ -9,7 +9,7 @@ import torch
 from speedrun.data.shards import TokenFolder, write_shard
 from speedrun.data.tokenizer import Tokenizer
 from speedrun.files import write_atomic
-from speedrun.train import arithmetic
+from speedrun.training import arithmetic
 
 torch.set_num_threads(1)  # the suite runs in two workers on two cores
 

@@ -23,11 +23,11 @@ from speedrun.cli.training import PARTS, Train
 from speedrun.data.shards import TokenFolder, write_shard
 from speedrun.recipes import DEFAULT, RECIPES, get_recipe
 from speedrun.tracks import TRACKS
-from speedrun.train import dryrun
-from speedrun.train.config import Recipe, fields_of, meanings
-from speedrun.train.loop import Loop
-from speedrun.train.runlog import read_metrics, read_result
-from speedrun.train.schedule import Stage
+from speedrun.training import dryrun
+from speedrun.training.config import Recipe, fields_of, meanings
+from speedrun.training.loop import Loop
+from speedrun.training.runlog import read_metrics, read_result
+from speedrun.training.schedule import Stage
 from tests.conftest import make_token_folder
 
 TINY = shlex.split(
@@ -402,7 +402,7 @@ def test_memory_grows_in_place_unless_told_otherwise(speedrun: Speedrun, monkeyp
 def test_a_report_that_would_not_fit_into_memory_is_refused(
     speedrun: Speedrun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("speedrun.train.telemetry.memory_bytes", lambda _: 2**20)
+    monkeypatch.setattr("speedrun.training.telemetry.memory_bytes", lambda _: 2**20)
     done = speedrun("doctor", "--gpu-report", "--device", "cpu", "--dtype", "float32", "--track", "pocket")
     assert done.code == 2
     assert "Weights, gradients and optimizer state alone take" in done.said
@@ -594,7 +594,7 @@ def test_ctrl_c_before_the_first_step_leaves_nothing(
     def warm_up(trainer: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("speedrun.train.loop.warm_up", warm_up)
+    monkeypatch.setattr("speedrun.training.loop.warm_up", warm_up)
     done = speedrun("train", "--data", tokens.path, *EIGHT)
     assert (done.code, done.err) == (130, "speedrun: stopped\n")
     assert list(tmp_path.iterdir()) == []
@@ -860,7 +860,9 @@ def test_a_short_run_on_a_cpu_is_not_compiled_unless_asked(
     flags: list[str], compiled: bool, speedrun: Speedrun, tokens: TokenFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[bool] = []
-    monkeypatch.setattr("speedrun.train.step.compiled", lambda model, wanted, *_: asked.append(wanted) or (model, None))
+    monkeypatch.setattr(
+        "speedrun.training.step.compiled", lambda model, wanted, *_: asked.append(wanted) or (model, None)
+    )
     undecided = shlex.split(shlex.join(QUICK).replace("--compile False", ""))
     steps = [] if "--schedule.steps" in flags else ["--schedule.steps", "2"]
     done = speedrun("train", "--data", tokens.path, *undecided, *steps, *flags, "--out", "run")

@@ -9,7 +9,7 @@ import torch
 
 from speedrun import doctor
 from speedrun.doctor import Finding, examine
-from speedrun.train.device import choose
+from speedrun.training.device import choose
 
 
 def found(**asked: object) -> dict[str, Finding]:

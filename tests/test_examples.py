@@ -18,13 +18,13 @@ from examples.minimal import train
 
 from speedrun.data.shards import TokenFolder
 from speedrun.recipes import LINEAGE, get_recipe
-from speedrun.train.config import Options, Recipe, with_fields
-from speedrun.train.device import choose
-from speedrun.train.job import Job
-from speedrun.train.loop import Loop
-from speedrun.train.progress import Progress
-from speedrun.train.runlog import RunFolder, read_metrics
-from speedrun.train.step import Trainer
+from speedrun.training.config import Options, Recipe, with_fields
+from speedrun.training.device import choose
+from speedrun.training.job import Job
+from speedrun.training.loop import Loop
+from speedrun.training.progress import Progress
+from speedrun.training.runlog import RunFolder, read_metrics
+from speedrun.training.step import Trainer
 from tests.conftest import make_token_folder
 
 ROOT = Path(__file__).parents[1]

@@ -11,9 +11,9 @@ from speedrun import gpu_report
 from speedrun.doctor import examine
 from speedrun.model import head
 from speedrun.optim.sharded import Comm
-from speedrun.train import memory
-from speedrun.train.config import Options, with_fields
-from speedrun.train.device import choose
+from speedrun.training import memory
+from speedrun.training.config import Options, with_fields
+from speedrun.training.device import choose
 from tests.distributed.ranks import together
 from tests.recipes.test_lineage import tiny
 
@@ -80,7 +80,7 @@ def test_predictions_come_from_the_table(tmp_path: Path, monkeypatch: pytest.Mon
     for module in (memory, gpu_report):
         monkeypatch.setattr(module, "table", lambda: rows)
     monkeypatch.setattr(torch.compiler, "set_stance", lambda _: None)
-    monkeypatch.setattr("speedrun.train.step.compiled", lambda model, *_: (model, None))
+    monkeypatch.setattr("speedrun.training.step.compiled", lambda model, *_: (model, None))
     trainer = made_up_trainer(recipe, machine)
     trainer.fitting = {stage.shape: 1}
     found = {line.what: line for line in gpu_report.step_lines(trainer, stage, 1)}
@@ -93,10 +93,10 @@ def test_predictions_come_from_the_table(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def made_up_trainer(recipe: Any, machine: Any) -> Any:
-    from speedrun.train.job import Job
-    from speedrun.train.progress import Progress
-    from speedrun.train.runlog import NullRunFolder
-    from speedrun.train.step import Trainer
+    from speedrun.training.job import Job
+    from speedrun.training.progress import Progress
+    from speedrun.training.runlog import NullRunFolder
+    from speedrun.training.step import Trainer
 
     tokens: Any = SimpleNamespace(vocab_size=recipe.model.vocab)
     return Trainer(

@@ -40,7 +40,7 @@ def test_the_same_code_has_the_same_bits_and_one_constant_changes_them(copy: Pat
     """The constant acts late: the learning rate in the cooldown."""
     code, out, _ = same_bits(SCRIPTS.parent, copy, "--quick", "--only", "adamw")
     assert (code, out.splitlines()[0], out.splitlines()[-1]) == (0, "1 process, adamw: equal", "same bits")
-    schedule = copy / "src" / "speedrun" / "train" / "schedule.py"
+    schedule = copy / "src" / "speedrun" / "training" / "schedule.py"
     schedule.write_text(
         schedule.read_text().replace("left = (self.steps - step) / fall", "left = (self.steps - step) / fall * 0.99")
     )

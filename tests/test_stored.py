@@ -16,7 +16,7 @@ import pytest
 import speedrun
 from speedrun import cli, files
 from speedrun.data.shards import TokenFolder
-from speedrun.race.evidence import write_manifest
+from speedrun.experiments.verification import write_manifest
 from speedrun.recipes import get_recipe
 
 SOURCE = Path(speedrun.__file__).parent
@@ -52,14 +52,14 @@ def rewrite(copy: Path, old: str, new: str) -> int:
 CONFIGS = {
     "model/config.py": ["GPTConfig"],
     "data/loader.py": ["LoaderConfig"],
-    "train/optimizers.py": ["Part", "MuonPart", "SnooPart", "OptimConfig"],
-    "train/schedule.py": ["ScheduleConfig"],
-    "train/device.py": ["CompilerConfig"],
-    "train/config.py": ["ValidationConfig", "Recipe", "Options"],
-    "train/runlog.py": ["RunData", "RunInfo", "Result"],
-    "race/plan.py": ["Settings", "MachineInfo", "Plan"],
-    "race/records.py": ["Record"],
-    "race/evidence.py": ["Manifest"],
+    "training/optimizers.py": ["Part", "MuonPart", "SnooPart", "OptimConfig"],
+    "training/schedule.py": ["ScheduleConfig"],
+    "training/device.py": ["CompilerConfig"],
+    "training/config.py": ["ValidationConfig", "Recipe", "Options"],
+    "training/runlog.py": ["RunData", "RunInfo", "Result"],
+    "experiments/plan.py": ["Settings", "MachineInfo", "Plan"],
+    "experiments/records.py": ["Record"],
+    "experiments/verification.py": ["Manifest"],
     "data/shards.py": ["TokenFile", "TokenInfo"],
 }
 

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import pretend
-from speedrun.train.device import by_name
-from speedrun.train.gpus import ATTENTION, GPUS, TABLE
+from speedrun.training.device import by_name
+from speedrun.training.gpus import ATTENTION, GPUS, TABLE
 
 GROWTH = 1.001  # bytes that are more than this are worse; kernels must not become more at all
 

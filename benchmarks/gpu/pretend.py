@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from speedrun.train.gpus import GPU, GPUS
+from speedrun.training.gpus import GPU, GPUS
 
 SOURCE = Path(__file__).with_name("guard.cpp")
 KIB, MIB = 2**10, 2**20

@@ -13,9 +13,9 @@ from speedrun.model.attention import Backend
 from speedrun.model.gpt import GPT, Documents
 from speedrun.model.head import softcap, surprise, targets_ahead
 from speedrun.recipes import PRESETS, get_recipe
-from speedrun.train.config import Recipe
-from speedrun.train.memory import graph_of
-from speedrun.train.schedule import Stage
+from speedrun.training.config import Recipe
+from speedrun.training.memory import graph_of
+from speedrun.training.schedule import Stage
 
 NATIVE = (
     ("orthogonal-nesterov", "short"),

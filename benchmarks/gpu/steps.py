@@ -28,13 +28,13 @@ from speedrun.model.gpt import GPT
 from speedrun.optim import Snoo
 from speedrun.optim.sharded import Comm
 from speedrun.recipes import get_recipe
-from speedrun.train.config import Options, Recipe
-from speedrun.train.device import Machine
-from speedrun.train.job import Job
-from speedrun.train.progress import Progress
-from speedrun.train.runlog import NullRunFolder
-from speedrun.train.schedule import Stage
-from speedrun.train.step import Trainer
+from speedrun.training.config import Options, Recipe
+from speedrun.training.device import Machine
+from speedrun.training.job import Job
+from speedrun.training.progress import Progress
+from speedrun.training.runlog import NullRunFolder
+from speedrun.training.schedule import Stage
+from speedrun.training.step import Trainer
 
 COLLECTIVES = ("reduce-scatter", "all-gather", "all-reduce", "broadcast")
 
@@ -109,7 +109,7 @@ def made_up_trainer(recipe: Recipe, backend: Backend) -> Trainer:
     machine = Machine(device, why, torch.bfloat16, why, 1, why, backend, why)
     tokens: Any = SimpleNamespace(vocab_size=recipe.model.vocab)
     folder, progress = NullRunFolder(Path("nowhere")), Progress(recipe.schedule.total, quiet=True)
-    uncompiled = patch("speedrun.train.step.compiled", lambda model, *_: (model, None))
+    uncompiled = patch("speedrun.training.step.compiled", lambda model, *_: (model, None))
     with device, uncompiled, patch.object(GPT, "to", lambda model, _: model):  # fake tensors cannot be moved
         trainer = Trainer(Job(recipe, tokens, machine, Options(), folder, progress, Comm.of(None)))
     if trainer.comm.size > 1:

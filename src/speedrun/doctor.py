@@ -11,8 +11,8 @@ from speedrun.errors import UserError
 from speedrun.files import home
 from speedrun.model.head import describe_fp8
 from speedrun.tracks import TRACKS
-from speedrun.train import telemetry
-from speedrun.train.device import Machine, compiler_problem
+from speedrun.training import telemetry
+from speedrun.training.device import Machine, compiler_problem
 
 
 @dataclass(frozen=True)

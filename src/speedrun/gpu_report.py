@@ -30,17 +30,17 @@ from speedrun.model.attention import Backend, attend, reference_attend
 from speedrun.model.head import fp8_linear
 from speedrun.optim.sharded import Comm
 from speedrun.templates import markdown
-from speedrun.train import telemetry, trace
-from speedrun.train.clock import synchronize
-from speedrun.train.config import Options, Recipe
-from speedrun.train.device import Machine
-from speedrun.train.job import Job
-from speedrun.train.memory import compiled_graph, gib, memory_of, table
-from speedrun.train.progress import Progress
-from speedrun.train.runlog import NullRunFolder
-from speedrun.train.schedule import Stage
-from speedrun.train.step import Trainer
-from speedrun.train.warmup import made_up
+from speedrun.training import telemetry, trace
+from speedrun.training.clock import synchronize
+from speedrun.training.config import Options, Recipe
+from speedrun.training.device import Machine
+from speedrun.training.job import Job
+from speedrun.training.memory import compiled_graph, gib, memory_of, table
+from speedrun.training.progress import Progress
+from speedrun.training.runlog import NullRunFolder
+from speedrun.training.schedule import Stage
+from speedrun.training.step import Trainer
+from speedrun.training.warmup import made_up
 
 LAUNCH = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")  # and their variants: ...ExC, ...Ex
 SYNC = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")

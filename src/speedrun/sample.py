@@ -12,8 +12,8 @@ import torch
 from speedrun.data.tokenizer import Tokenizer
 from speedrun.errors import UserError
 from speedrun.model.gpt import GPT
-from speedrun.train import checkpoint
-from speedrun.train.runlog import read_run
+from speedrun.training import checkpoint
+from speedrun.training.runlog import read_run
 
 
 def load_model(run: Path, device: torch.device) -> tuple[GPT, Tokenizer, checkpoint.Checkpoint]:

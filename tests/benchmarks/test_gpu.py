@@ -11,7 +11,7 @@ import pytest
 from benchmarks.gpu import pretend
 from benchmarks.gpu.__main__ import worse
 
-from speedrun.train.gpus import TABLE
+from speedrun.training.gpus import TABLE
 
 REPO = Path(__file__).parents[2]
 KEPT = {(row["device"], row["name"]): row for row in json.loads(TABLE.read_text())}

@@ -19,9 +19,9 @@ from speedrun import gpu_report
 from speedrun.model.gpt import GPT
 from speedrun.optim.sharded import Comm
 from speedrun.recipes import get_recipe
-from speedrun.train.config import Options
-from speedrun.train.device import Machine
-from speedrun.train.step import Trainer
+from speedrun.training.config import Options
+from speedrun.training.device import Machine
+from speedrun.training.step import Trainer
 
 def trainer(*args):
     with torch.device("cuda:0"):
@@ -35,10 +35,10 @@ machine = Machine(torch.device("cuda:0"), "", torch.bfloat16, "", 1, "", "fa3", 
 with (
     fake_gpu(), Launches(),
     patch.object(GPT, "to", lambda model, _: model),
-    patch("speedrun.train.step.compiled", lambda model, *_: (model, None)),
+    patch("speedrun.training.step.compiled", lambda model, *_: (model, None)),
     patch.object(gpu_report, "Trainer", trainer),
     patch.object(gpu_report, "profile", lambda **_: Profiled(Profiled())),
-    patch("speedrun.train.memory.row_bytes", lambda *_: 2**20),  # it has fake tensors of its own
+    patch("speedrun.training.memory.row_bytes", lambda *_: 2**20),  # it has fake tensors of its own
     patch("speedrun.model.attention.edges_of", lambda _: torch.zeros(7, dtype=torch.int32, device="cuda:0")),
     patch.object(gpu_report, "reference_attend", lambda q, k, v, **_: q + k + v),
 ):

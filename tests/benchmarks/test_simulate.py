@@ -9,7 +9,7 @@ from benchmarks.simulate import Cost, Link, Rank, Simulate, run, simulate
 from benchmarks.timeline import timeline_svg
 
 from speedrun.errors import UserError
-from speedrun.train.trace import Span
+from speedrun.training.trace import Span
 
 
 def test_a_step_by_hand() -> None:

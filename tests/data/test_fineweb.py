@@ -24,9 +24,9 @@ from speedrun.data.loader import LoaderConfig
 from speedrun.data.shards import TokenFolder, write_shard
 from speedrun.errors import UserError
 from speedrun.recipes import get_recipe
-from speedrun.train import run
-from speedrun.train.config import Options
-from speedrun.train.runlog import RunData
+from speedrun.training import run
+from speedrun.training.config import Options
+from speedrun.training.runlog import RunData
 
 ONE, TWO = fineweb.train_name(1), fineweb.train_name(2)
 DISCARD = LoaderConfig("documents", "sequential", "discard", 2048)

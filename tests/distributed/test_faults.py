@@ -20,11 +20,11 @@ import torch
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError
 from speedrun.recipes import get_recipe
-from speedrun.train import watchdog
-from speedrun.train.config import with_fields
-from speedrun.train.distributed import choose_backend, meeting_point
-from speedrun.train.run import check_ranks
-from speedrun.train.watchdog import Watchdog
+from speedrun.training import watchdog
+from speedrun.training.config import with_fields
+from speedrun.training.distributed import choose_backend, meeting_point
+from speedrun.training.run import check_ranks
+from speedrun.training.watchdog import Watchdog
 from tests.distributed.test_training import FLAGS, metrics
 
 # `speedrun train`, but one rank meets with something after a step of the first attempt.
@@ -33,8 +33,8 @@ import os, signal, sys, time
 from speedrun import errors
 from speedrun.cli import main
 from speedrun.errors import UserError
-from speedrun.train import distributed
-from speedrun.train.loop import Loop
+from speedrun.training import distributed
+from speedrun.training.loop import Loop
 
 kind, rank, step = sys.argv[1], sys.argv[2], int(sys.argv[3])
 log_step = Loop.log_step
@@ -219,7 +219,7 @@ def test_ranks_whose_launcher_is_gone_do_not_wait_for_its_store(monkeypatch: pyt
         port = free.getsockname()[1]
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr("speedrun.train.distributed.REACHED", 0.5)
+    monkeypatch.setattr("speedrun.training.distributed.REACHED", 0.5)
     began = time.monotonic()
     with pytest.raises(UserError, match="The ranks cannot meet at"):
         meeting_point(datetime.timedelta(seconds=1500))

@@ -18,7 +18,7 @@ from speedrun.optim import Adam, Combined, Interleaved, Muon, NorMuon, Snoo
 from speedrun.optim.sharded import Comm
 from speedrun.optim.sharded.order import OPS, eager, interleaved, plain
 from speedrun.optim.sharded.plan import param_refs, plan_buckets, state_bytes
-from speedrun.train.trace import spans
+from speedrun.training.trace import spans
 from tests.distributed.ranks import together
 
 STEPS = 6
@@ -319,7 +319,7 @@ def test_the_short_model_is_dealt_out_evenly(ranks: int) -> None:
     """Bytes of state per rank within a tenth of the total over the ranks, at native size, on meta tensors."""
     from speedrun.model.gpt import GPT
     from speedrun.recipes import get_recipe
-    from speedrun.train.optimizers import build_optimizer
+    from speedrun.training.optimizers import build_optimizer
 
     recipe = get_recipe("interleaved", "short")
     with torch.device("meta"):

@@ -13,15 +13,15 @@ import torch
 
 from speedrun.data.shards import TokenFolder
 from speedrun.optim.sharded import Comm
-from speedrun.train import loop
-from speedrun.train.config import Options, with_fields
-from speedrun.train.device import choose
-from speedrun.train.job import Job
-from speedrun.train.loop import Loop
-from speedrun.train.progress import Progress
-from speedrun.train.runlog import NullRunFolder
-from speedrun.train.step import Trainer
-from speedrun.train.validate import validate
+from speedrun.training import loop
+from speedrun.training.config import Options, with_fields
+from speedrun.training.device import choose
+from speedrun.training.job import Job
+from speedrun.training.loop import Loop
+from speedrun.training.progress import Progress
+from speedrun.training.runlog import NullRunFolder
+from speedrun.training.step import Trainer
+from speedrun.training.validate import validate
 from tests.distributed.ranks import together
 from tests.recipes.test_lineage import tiny
 
@@ -129,7 +129,7 @@ def test_a_mistake_is_told_once_by_all_ranks(tokens: TokenFolder, tmp_path: Path
 
 def differing(rank: int, size: int) -> str:
     from speedrun.errors import UserError
-    from speedrun.train.distributed import handshake
+    from speedrun.training.distributed import handshake
 
     try:
         handshake(Comm.of(None), {"recipe": {"lr": 0.1 if rank == 2 else 0.2}, "torch": torch.__version__})

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from speedrun.errors import UserError
 from speedrun.model.gpt import BIGRAM_SIGNS, GPT, Documents, GPTConfig, count_parameters
-from speedrun.train.optimizers import OptimConfig, Part, build_optimizer
+from speedrun.training.optimizers import OptimConfig, Part, build_optimizer
 
 LAYERS = 3
 ROWS, WIDTH, NARROW = 50, 16, 12

@@ -9,7 +9,7 @@ from torch import nn
 from speedrun.model.gpt import GPT, GPTConfig
 from speedrun.optim import Adam, Combined, Muon, NorMuon, functional
 from speedrun.optim.exact_bf16 import split
-from speedrun.train.optimizers import MuonPart, OptimConfig, build_optimizer
+from speedrun.training.optimizers import MuonPart, OptimConfig, build_optimizer
 from tests.optim.test_muon import gradients, parameters
 
 FLOOR = 0.35

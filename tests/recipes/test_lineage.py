@@ -7,18 +7,18 @@ import pytest
 import torch
 
 from speedrun.data.shards import TokenFolder
+from speedrun.experiments.ablate import switches_of
 from speedrun.files import from_json
 from speedrun.model.gpt import GPT, count_parameters
-from speedrun.race.ablate import switches_of
 from speedrun.recipes import LINEAGE, get_recipe
-from speedrun.train.config import Options, Recipe, to_dict, with_fields
-from speedrun.train.device import choose
-from speedrun.train.job import Job
-from speedrun.train.loop import Loop
-from speedrun.train.optimizers import build_optimizer
-from speedrun.train.progress import Progress
-from speedrun.train.runlog import RunFolder, read_metrics
-from speedrun.train.step import Trainer
+from speedrun.training.config import Options, Recipe, to_dict, with_fields
+from speedrun.training.device import choose
+from speedrun.training.job import Job
+from speedrun.training.loop import Loop
+from speedrun.training.optimizers import build_optimizer
+from speedrun.training.progress import Progress
+from speedrun.training.runlog import RunFolder, read_metrics
+from speedrun.training.step import Trainer
 
 GOLDEN = Path(__file__).parent / "golden.json"  # after a change that is meant to change losses, see `rewrite` below
 STEPS = 30

@@ -10,17 +10,17 @@ import torch
 from speedrun.data.shards import TokenFolder
 from speedrun.model.gpt import GPT
 from speedrun.recipes import LINEAGE
-from speedrun.train import checkpoint
-from speedrun.train.config import Options
-from speedrun.train.device import choose
-from speedrun.train.dryrun import checkpoint_bytes, kinds_of
-from speedrun.train.job import Job
-from speedrun.train.loop import Loop
-from speedrun.train.optimizers import build_optimizer
-from speedrun.train.progress import Progress
-from speedrun.train.runlog import RunFolder
-from speedrun.train.state import save
-from speedrun.train.step import Trainer
+from speedrun.training import checkpoint
+from speedrun.training.config import Options
+from speedrun.training.device import choose
+from speedrun.training.dryrun import checkpoint_bytes, kinds_of
+from speedrun.training.job import Job
+from speedrun.training.loop import Loop
+from speedrun.training.optimizers import build_optimizer
+from speedrun.training.progress import Progress
+from speedrun.training.runlog import RunFolder
+from speedrun.training.state import save
+from speedrun.training.step import Trainer
 from tests.recipes.test_lineage import tiny
 
 

@@ -28,12 +28,12 @@ from speedrun.files import locked
 from speedrun.model.gpt import GPT, Documents
 from speedrun.optim.sharded import Comm
 from speedrun.recipes import get_recipe
-from speedrun.train.config import Options, with_fields
-from speedrun.train.device import choose
-from speedrun.train.job import Job
-from speedrun.train.progress import Progress
-from speedrun.train.runlog import RunFolder
-from speedrun.train.step import Trainer
+from speedrun.training.config import Options, with_fields
+from speedrun.training.device import choose
+from speedrun.training.job import Job
+from speedrun.training.progress import Progress
+from speedrun.training.runlog import RunFolder
+from speedrun.training.step import Trainer
 
 ROW = 256
 TRACKS = {"normuon": "short", "interleaved": "short", "medium": "medium"}

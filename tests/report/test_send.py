@@ -14,7 +14,7 @@ import pytest
 from speedrun import cli
 from speedrun.report import send
 from speedrun.report.send import measured
-from speedrun.train.runlog import read_metrics
+from speedrun.training.runlog import read_metrics
 from tests.conftest import make_token_folder
 
 SMALL = "model.layers=1 model.width=32 model.heads=2 schedule.rows=2 schedule.length=32 validation.length=32"

@@ -10,7 +10,7 @@ import torch
 from torch.profiler import record_function
 
 from speedrun.cli import main
-from speedrun.train import trace
+from speedrun.training import trace
 
 Event = tuple[str, str, float, float]  # category, name, milliseconds from when to when
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import speedrun
 from speedrun.cli.words import dispatch
 from speedrun.errors import Terminated, UserError, speaks
-from speedrun.train.progress import status
+from speedrun.training.progress import status
 
 # The room under cli/ that has a command, as a function of the same name, and what `--help` says. A room is imported
 # when its command is called: most of them load torch.

@@ -7,14 +7,14 @@ from typing import Annotated
 
 from speedrun.cli.words import console, dispatch, grid, parse, say
 from speedrun.errors import UserError
+from speedrun.experiments import ablate as ablate_room
+from speedrun.experiments import commands as race_room
+from speedrun.experiments import records as records_room
+from speedrun.experiments import sweep as sweep_room
+from speedrun.experiments.children import terminable
+from speedrun.experiments.race import Race
 from speedrun.files import write_atomic
 from speedrun.options import unset
-from speedrun.race import ablate as ablate_room
-from speedrun.race import commands as race_room
-from speedrun.race import records as records_room
-from speedrun.race import sweep as sweep_room
-from speedrun.race.children import terminable
-from speedrun.race.race import Race
 from speedrun.report import pages, traces
 from speedrun.report import send as send_room
 from speedrun.report.ablation import ablation_svg

@@ -25,12 +25,12 @@ from speedrun.options import unset
 from speedrun.recipes import DEFAULT, RECIPES, default_for, get_recipe
 from speedrun.report.schedules import schedule_svg
 from speedrun.tracks import TRACKS, get_track
-from speedrun.train.config import Options, Recipe, fields_of, meanings
-from speedrun.train.device import check_processes, choose
-from speedrun.train.distributed import is_first, joined, launch, ranks
-from speedrun.train.load import usable_cores
-from speedrun.train.memory import memory_of, problems_of
-from speedrun.train.run import check_ranks
+from speedrun.training.config import Options, Recipe, fields_of, meanings
+from speedrun.training.device import check_processes, choose
+from speedrun.training.distributed import is_first, joined, launch, ranks
+from speedrun.training.load import usable_cores
+from speedrun.training.memory import memory_of, problems_of
+from speedrun.training.run import check_ranks
 
 # -------------------------------------------------------------------- tracks and recipes
 

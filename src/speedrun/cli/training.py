@@ -14,23 +14,23 @@ from speedrun.checks import AboveZero, Count, Positive
 from speedrun.cli.words import grid, option, parse, say, with_value
 from speedrun.data.loader import LoaderConfig
 from speedrun.errors import UserError
+from speedrun.experiments.children import arithmetic_for
 from speedrun.model.gpt import GPTConfig
 from speedrun.optim.sharded import ORDERS
 from speedrun.options import unset
-from speedrun.race.children import arithmetic_for
 from speedrun.recipes import DEFAULT, default_for, get_recipe
 from speedrun.recipes.published import get_curve
 from speedrun.tracks import TRACKS, Track, get_track, own_track
-from speedrun.train import dryrun, scale
-from speedrun.train import run as run_room
-from speedrun.train.config import Options, PublishedCurve, Recipe, ValidationConfig
-from speedrun.train.device import CompilerConfig, Machine, by_name, check_processes, choose
-from speedrun.train.distributed import PATIENCE, is_first, launch, may_restart, ranks, restarted
-from speedrun.train.gpus import GPUS
-from speedrun.train.optimizers import OptimConfig
-from speedrun.train.progress import status
-from speedrun.train.runlog import read_result, read_run
-from speedrun.train.schedule import ScheduleConfig
+from speedrun.training import dryrun, scale
+from speedrun.training import run as run_room
+from speedrun.training.config import Options, PublishedCurve, Recipe, ValidationConfig
+from speedrun.training.device import CompilerConfig, Machine, by_name, check_processes, choose
+from speedrun.training.distributed import PATIENCE, is_first, launch, may_restart, ranks, restarted
+from speedrun.training.gpus import GPUS
+from speedrun.training.optimizers import OptimConfig
+from speedrun.training.progress import status
+from speedrun.training.runlog import read_result, read_run
+from speedrun.training.schedule import ScheduleConfig
 
 WORTH_COMPILING = 100  # steps; compiling takes as long as some hundred steps of a small model
 PARTS = ("model", "loader", "optim", "schedule", "validation", "compiler")

@@ -100,7 +100,7 @@ class GPTConfig:
     fp8_head: bool = False
     """Multiply the head in 8-bit floats while training."""
     fp8_scales: tuple[AboveZero, AboveZero, AboveZero] = (100 / 448, 1.6 / 448, 0.75 / 448)
-    """What features, weights and gradients are divided by before they become 8-bit floats (speedrun.train.scale)."""
+    """What features, weights and gradients are divided by before they become 8-bit floats (speedrun.training.scale)."""
 
     # ------------------------------------------------------------------ the residual stream
     smear: bool = False

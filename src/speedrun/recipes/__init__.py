@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from speedrun.errors import UserError, nearest
 from speedrun.recipes import adamw, gpt2, interleaved, medium, medium_before, muon, normuon, orthogonal_nesterov
-from speedrun.train.config import Recipe
+from speedrun.training.config import Recipe
 
 LINEAGE: dict[str, dict[str, Callable[[], Recipe]]] = {
     "gpt2": gpt2.SIZES,

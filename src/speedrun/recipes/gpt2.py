@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from speedrun.data.loader import LoaderConfig
 from speedrun.model.gpt import GPTConfig
-from speedrun.train.config import Recipe, ValidationConfig
-from speedrun.train.optimizers import OptimConfig, Part
-from speedrun.train.schedule import ScheduleConfig
+from speedrun.training.config import Recipe, ValidationConfig
+from speedrun.training.optimizers import OptimConfig, Part
+from speedrun.training.schedule import ScheduleConfig
 
 FORM = GPTConfig(
     activation="gelu",

@@ -11,9 +11,9 @@ from typing import Any
 from speedrun.data.loader import LoaderConfig
 from speedrun.model.gpt import GPTConfig
 from speedrun.recipes.normuon import BLOCK, FLOAT32_EPS
-from speedrun.train.config import Recipe, ValidationConfig
-from speedrun.train.optimizers import MuonPart, OptimConfig, Part
-from speedrun.train.schedule import ScheduleConfig
+from speedrun.training.config import Recipe, ValidationConfig
+from speedrun.training.optimizers import MuonPart, OptimConfig, Part
+from speedrun.training.schedule import ScheduleConfig
 
 ABOUT = "exact bf16 weights, betas and decay per module, multi-token prediction, ramps, the head split on the way"
 

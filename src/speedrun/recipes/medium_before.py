@@ -11,10 +11,10 @@ from dataclasses import replace
 from speedrun.data.loader import LoaderConfig
 from speedrun.model.gpt import GPTConfig
 from speedrun.recipes.normuon import BLOCK, FLOAT32_EPS
-from speedrun.train.config import Recipe, ValidationConfig
-from speedrun.train.device import CompilerConfig
-from speedrun.train.optimizers import MuonPart, OptimConfig, Part, SnooPart
-from speedrun.train.schedule import ScheduleConfig
+from speedrun.training.config import Recipe, ValidationConfig
+from speedrun.training.device import CompilerConfig
+from speedrun.training.optimizers import MuonPart, OptimConfig, Part, SnooPart
+from speedrun.training.schedule import ScheduleConfig
 
 ABOUT = "the medium track's earlier stack: Snoo, update averaging, cubic windows, ISRU cap"
 FORM = GPTConfig(

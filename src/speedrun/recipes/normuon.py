@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from speedrun.data.loader import LoaderConfig
 from speedrun.model.gpt import GPTConfig
-from speedrun.train.config import Recipe, ValidationConfig
-from speedrun.train.optimizers import MuonPart, OptimConfig, Part
-from speedrun.train.schedule import ScheduleConfig
+from speedrun.training.config import Recipe, ValidationConfig
+from speedrun.training.optimizers import MuonPart, OptimConfig, Part
+from speedrun.training.schedule import ScheduleConfig
 
 ABOUT = "NorMuon with Polar Express, on a model with value embeddings, gates, skips and windows"
 FLOAT32_EPS = 2.0**-23

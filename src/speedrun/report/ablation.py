@@ -5,8 +5,8 @@ speedrun ablate --recipe normuon --plot ablation.svg
 
 import math
 
-from speedrun.race.ablate import SHORTER, Line
-from speedrun.race.statistics import Effect
+from speedrun.experiments.ablate import SHORTER, Line
+from speedrun.experiments.statistics import Effect
 from speedrun.report import draw
 from speedrun.report.draw import COLORS, FAINT, INK, Frame, dot, picture, text
 

@@ -15,12 +15,12 @@ from typing import Annotated, Any
 import tyro
 
 from speedrun.errors import UserError
+from speedrun.experiments import ablate, records
+from speedrun.experiments.plan import PLAN
+from speedrun.experiments.sweep import ROWS, read_rows
+from speedrun.experiments.verification import MANIFEST
 from speedrun.files import read_json, write_atomic
 from speedrun.options import unset
-from speedrun.race import ablate, records
-from speedrun.race.evidence import MANIFEST
-from speedrun.race.plan import PLAN
-from speedrun.race.sweep import ROWS, read_rows
 from speedrun.report import page
 from speedrun.report.ablation import ablation_svg
 from speedrun.report.curves import Curve, read_curves, table
@@ -29,7 +29,7 @@ from speedrun.report.page import BAD, GOOD, OPEN, Lead, Rows, Section, finish
 from speedrun.report.race_page import race_page
 from speedrun.report.records import records_svg
 from speedrun.report.sections import Shown, facts, losses, machine, schedules, settings, timeline
-from speedrun.train.runlog import RESULT, RUN, Result, RunInfo, plain, read_metrics, read_result, read_run
+from speedrun.training.runlog import RESULT, RUN, Result, RunInfo, plain, read_metrics, read_result, read_run
 
 Say = Callable[[str], Any]
 

@@ -5,16 +5,16 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from speedrun.race import records
-from speedrun.race.evidence import MANIFEST, RUNS, Finding, examine
-from speedrun.race.plan import Plan
-from speedrun.race.verdict import Row, read_row
+from speedrun.experiments import records
+from speedrun.experiments.plan import Plan
+from speedrun.experiments.verdict import Row, read_row
+from speedrun.experiments.verification import MANIFEST, RUNS, Finding, examine
 from speedrun.report import page
 from speedrun.report.curves import Curve
 from speedrun.report.draw import COLORS, DASHES, Series, chart
 from speedrun.report.page import BAD, GOOD, OPEN, Lead, Rows, Section, finish
 from speedrun.report.sections import Name, Shown, facts, losses, machine, schedules, settings, strips
-from speedrun.train.runlog import RESULT, read_metrics
+from speedrun.training.runlog import RESULT, read_metrics
 
 MOODS = {"valid": GOOD, "faster": GOOD, "failed": BAD, "slower": BAD, "inconclusive": OPEN}
 

@@ -21,8 +21,8 @@ from speedrun.files import explained
 from speedrun.options import unset
 from speedrun.report.curves import tokens_by_step
 from speedrun.templates import markdown
-from speedrun.train.config import fields_of
-from speedrun.train.runlog import RESULT, RunInfo, plain, read_metrics, read_result, read_run
+from speedrun.training.config import fields_of
+from speedrun.training.runlog import RESULT, RunInfo, plain, read_metrics, read_result, read_run
 
 Say = Callable[[str], Any]
 Values = dict[str, float]

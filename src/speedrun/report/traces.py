@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from speedrun.train import trace
+from speedrun.training import trace
 
 Say = Callable[[str], Any]
 SHOWN = 3  # of what was waited for

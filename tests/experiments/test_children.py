@@ -1,0 +1,101 @@
+"""Whoever is told to end takes its runs along."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from speedrun.data.shards import TokenFolder
+from speedrun.errors import Terminated
+from speedrun.experiments.children import Children, terminable, was_stopped
+from speedrun.training.runlog import read_result
+from tests.experiments.conftest import SMALL
+from tests.experiments.test_race import start, wait_for
+
+SLEEP = [sys.executable, "-c", "import time; print('awake', flush=True); time.sleep(600)"]
+
+
+def test_sigterm_is_an_exception_inside_and_what_it_was_outside() -> None:
+    @terminable()
+    def told_to_end() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Terminated):
+        told_to_end()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_an_exception_ends_the_processes_of_all_threads() -> None:
+    children, waiting = Children(), []
+
+    def fail_while_they_run() -> None:
+        with ThreadPoolExecutor(2) as pool, children:
+            waiting.extend(pool.submit(children.run, SLEEP) for _ in range(3))  # two at once; the third never begins
+            while len(children.alive) < 2:
+                time.sleep(0.01)
+            raise ZeroDivisionError
+
+    began = time.monotonic()
+    with pytest.raises(ZeroDivisionError):
+        fail_while_they_run()
+    assert time.monotonic() - began < 60
+    assert children.alive == set()
+    assert [type(one.exception()) for one in waiting] == [KeyboardInterrupt, KeyboardInterrupt, Terminated]
+
+
+def test_what_a_process_says_and_how_it_ends() -> None:
+    with Children() as children:
+        done = children.run([sys.executable, "-c", "import sys; print('out'); sys.exit('err')"])
+        assert (done.returncode, done.stdout, done.stderr) == (1, "out\n", "err\n")
+        stopper = threading.Timer(0.5, lambda: [child.send_signal(signal.SIGTERM) for child in list(children.alive)])
+        stopper.start()
+        with pytest.raises(KeyboardInterrupt):
+            children.run(SLEEP)
+    assert [was_stopped(code) for code in (0, 1, 2, 130, 143, -2, -15, -9)] == [False] * 3 + [True] * 4 + [False]
+
+
+def test_a_process_that_takes_its_time_to_end_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ctrl-C, after which Popen itself waits for a quarter of a second alone."""
+    slow = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), sys.exit(143)))"
+    program = f"{slow}; open(sys.argv[1], 'w').close(); time.sleep(600)"
+    children = Children()
+
+    def interrupt() -> None:
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.01)
+        signal.pthread_kill(main.ident or 0, signal.SIGINT)  # another thread that took it would not end the waiting
+
+    main = threading.main_thread()
+    threading.Thread(target=interrupt).start()
+    ended: list[int] = []
+    terminate = subprocess.Popen.terminate
+    monkeypatch.setattr(subprocess.Popen, "terminate", lambda child: (ended.append(child.pid), terminate(child))[1])
+    with pytest.raises(KeyboardInterrupt):
+        children.run([sys.executable, "-c", program, str(tmp_path / "ready")])
+    with pytest.raises(ProcessLookupError):
+        os.kill(ended[0], 0)
+
+
+def test_sigterm_to_an_ablation_ends_both_of_its_runs(held_out: TokenFolder, tmp_path: Path) -> None:
+    line = f"ablate --recipe adamw --set {SMALL} schedule.steps=100000 --jobs 2 --compile False --out here"
+    running = start([*shlex.split(line), "--data", str(held_out.path)], tmp_path)
+
+    def both_train() -> bool:
+        return len(list((tmp_path / "here" / "runs").glob("*/metrics.jsonl"))) == 2
+
+    wait_for(both_train, running)
+    os.kill(running.pid, signal.SIGTERM)
+    _, err = running.communicate(timeout=60)
+    assert (running.returncode, err) == (143, "speedrun: stopped\n")
+    results = [read_result(folder).status for folder in (tmp_path / "here" / "runs").iterdir()]
+    assert results == ["interrupted"] * 2
+    assert not (tmp_path / "here" / "rows.jsonl").exists()
