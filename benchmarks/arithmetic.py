@@ -34,7 +34,7 @@ def step_seconds(name: str, rounds: int, compiled: bool) -> dict[str, float]:
     recipe, tokens = get_recipe(name, "pocket"), get_track("pocket").locate()
     trainers: dict[str, Trainer] = {}
     for dtype in ("float32", "bfloat16"):
-        options = Options(compile=compiled, final_checkpoint=False)
+        options = Options(compile=compiled, save=False)
         progress, folder = Progress(1, quiet=True), NullRunFolder(Path("nowhere"))
         trainers[dtype] = Trainer(Job(recipe, tokens, choose("cpu", dtype), options, folder, progress))
     stage = recipe.schedule.at(0)

@@ -23,7 +23,7 @@ import json, sys, time
 start = time.perf_counter()
 import torch
 torch_there = time.perf_counter()
-import speedrun.cli.training
+import speedrun.cli.train
 imported = time.perf_counter()
 from speedrun import cli
 from speedrun.training.loop import Loop

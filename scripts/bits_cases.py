@@ -60,7 +60,7 @@ MORE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "schedule.momentum_cooldown": 0, "compiler.coordinate_descent": True, "model.softcap_temperature": 5.0,
             "optim.muon.up_lr": 1.5,
         },
-        {"order": "interleaved", "micro_rows": 3, "val_tokens": 2000, "splits": ("val", "shadow")},
+        {"order": "interleaved", "micro_rows": 3, "val_tokens": 2000, "shadow": True},
     ),
     "svd bf16 tanh": (
         "normuon",
@@ -135,10 +135,10 @@ def shortened(recipe: Recipe, steps: int) -> Recipe:
 def cases(steps: int) -> dict[str, tuple[Recipe, Options]]:
     found = {}
     for name in LINEAGE:
-        found[name] = shortened(get_recipe(name, "pocket"), steps), Options(compile=False, final_checkpoint=False)
+        found[name] = shortened(get_recipe(name, "pocket"), steps), Options(compile=False, save=False)
     for name, (base, fields, options) in MORE.items():
         recipe = with_fields(shortened(get_recipe(base, "pocket"), steps), fields)
-        found[name] = recipe, Options(**{"compile": False, "final_checkpoint": False, **options})
+        found[name] = recipe, Options(**{"compile": False, "save": False, **options})
     return found
 
 

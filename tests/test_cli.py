@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_type_hints
 
 import numpy as np
 import pytest
 
 from speedrun import __version__, cli
-from speedrun.cli.training import PARTS, Train
+from speedrun.cli.train import PARTS, Train
 from speedrun.data.shards import TokenFolder, write_shard
 from speedrun.recipes import DEFAULT, RECIPES, get_recipe
 from speedrun.tracks import TRACKS
@@ -151,7 +152,7 @@ MISTAKES = [
     ("train", "run `speedrun data prepare`"),
     ("train --track short", "run `speedrun data fetch fineweb10B`"),
     ("train --dry-run", "This run does not fit: pocket data is not prepared; run `speedrun data prepare`"),
-    ("train --dry-run --resume auto", "--dry-run does not go with --resume auto: it tells of a new run; drop one."),
+    ("train --dry-run --resume auto", "--dry-run does not go with --resume auto: it describes a new run; drop one."),
     ("train --dry-run perhaps", "invalid choice 'perhaps' for argument '--dry-run'"),
     (
         "train --dry-run --device h200",
@@ -722,9 +723,11 @@ def test_the_help_of_train_explains_every_field(speedrun: Speedrun) -> None:
         if "." in name:
             assert f"--{name.replace('_', '-')} " in text
             assert " ".join(meaning.split()) in text
-    for field in dataclasses.fields(Train):
-        if field.name not in (*PARTS, "machine"):
-            assert f"--{field.name.replace('_', '-')} " in text
+    hints = get_type_hints(Train)
+    nested = [name for name in hints if dataclasses.is_dataclass(hints[name]) and name not in PARTS]
+    flags = {field.name for name in nested for field in dataclasses.fields(hints[name])}
+    for name in (flags | {*hints}) - {*nested, *PARTS}:
+        assert f"--{name.replace('_', '-')} " in text
     text = re.sub(r"--optim.reference-ranks .*?\(default: None\)", "", text)  # its None is a value with a meaning
     assert "None" not in text
 
@@ -825,7 +828,7 @@ def test_help_is_there_before_torch() -> None:
 
 def test_every_command_that_help_names_is_there() -> None:
     for name in cli.COMMANDS:
-        assert callable(getattr(importlib.import_module(f"speedrun.cli.{cli.COMMANDS[name][0]}"), name))
+        assert callable(importlib.import_module(f"speedrun.cli.{name}").main)
 
 
 def test_a_process_says_something_before_it_has_loaded_torch(tokens: TokenFolder, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_the_package_has_the_losses_and_weights_of_the_example_bit_for_bit(
     assert train_losses[-1] < train_losses[0], "it learns"
 
     folder = RunFolder.create(tmp_path / "run", {"recipe": name}, console=lambda line: None)
-    options = Options(seed=SEED, compile=False, final_checkpoint=False)
+    options = Options(seed=SEED, compile=False, save=False)
     trainer = Trainer(Job(recipe, tokens, machine, options, folder, Progress(recipe.schedule.total, quiet=True)))
     assert Loop(trainer).run().status == "ok"
     assert [m["loss"] for m in read_metrics(folder.path, "train")] == train_losses

@@ -35,9 +35,11 @@ def check_fields(config: Any, prefix: str) -> None:
 
 
 def check_options(given: Any) -> None:
-    """The same for what a person gave to a command, where an annotation limits it; flags as they are written."""
+    """The same for the arguments of a command, also nested ones, where an annotation limits them."""
     kind: Any = type(given)
     for name, hint in _hints(kind).items():
+        if dataclasses.is_dataclass(getattr(given, name)):
+            check_options(getattr(given, name))
         bare = _bare(hint)
         if any(get_origin(each) is Annotated for each in (bare, *get_args(bare))):
             _check(f"--{name.replace('_', '-')}", getattr(given, name), hint)
@@ -88,9 +90,11 @@ def requirement(hint: Any, value: Any) -> str:
         return ""
     if hint.__origin__ is int and type(value) is not int:
         return "it must be a whole number"
+    m = next(m for m in hint.__metadata__ if isinstance(m, Meta))
+    if m.pattern:  # "^(auto|gloo|nccl)$"
+        return f"it must be one of: {m.pattern.strip('^()$').replace('|', ', ')}"
     if type(value) not in (int, float):
         return "it must be a number"
-    m = next(m for m in hint.__metadata__ if isinstance(m, Meta))
     limits = (
         ("at least", m.ge, operator.ge),
         ("above", m.gt, operator.gt),

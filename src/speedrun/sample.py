@@ -16,7 +16,7 @@ from speedrun.training import checkpoint
 from speedrun.training.runlog import read_run
 
 
-def load_model(run: Path, device: torch.device) -> tuple[GPT, Tokenizer, checkpoint.Checkpoint]:
+def load_model(run: Path, device: torch.device) -> tuple[GPT, Tokenizer]:
     """The model of a run folder, from its newest good checkpoint."""
     recipe = read_run(run).recipe
     saved = checkpoint.newest_good(run / "checkpoints", notice=lambda line: print(line, file=sys.stderr))
@@ -26,7 +26,7 @@ def load_model(run: Path, device: torch.device) -> tuple[GPT, Tokenizer, checkpo
         )
     if not (run / "tokenizer.json").exists():
         raise UserError(
-            f"{run} has no tokenizer.json, without which tokens are no text; put the one of its data there."
+            f"{run} has no tokenizer.json, which turns tokens into text; copy the one beside its tokens there."
         )
     model = GPT(recipe.model, recipe.context)
     weights = {n.removeprefix("model."): t for n, t in saved.tensors.items() if n.startswith("model.")}
@@ -34,11 +34,11 @@ def load_model(run: Path, device: torch.device) -> tuple[GPT, Tokenizer, checkpo
         model.load_state_dict(weights)
     except RuntimeError as e:
         raise UserError(
-            f"{saved.path} does not fit the model that {run / 'run.json'} describes; mend that file."
+            f"{saved.path} does not fit the model that {run / 'run.json'} describes; restore that file from a copy."
         ) from e
     stage = recipe.schedule.after(saved.step)
     model.as_trained(stage.windows, stage.windows_so_far, stage.tied)
-    return model.to(device), Tokenizer.load(run / "tokenizer.json"), saved
+    return model.to(device), Tokenizer.load(run / "tokenizer.json")
 
 
 @torch.no_grad()

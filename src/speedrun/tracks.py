@@ -1,9 +1,10 @@
 """Tracks: what must be reached, on which tokens.
 
 `pocket` is the embedded default; `short` and `medium` are the two tracks of the NanoGPT speedrun on FineWeb. A folder
-made by `speedrun data encode` becomes a track of one's own.
+made by `speedrun data encode` becomes a track of its own.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,7 @@ class Track:
     locate: Callable[[], TokenFolder]
     """Finds the prepared tokens, or raises a UserError that says how to get them."""
     val_tokens: int | None = None
-    """Validation covers the first so many predicted tokens of the split; None: all of them."""
+    """Predicted tokens of the split that validation covers, from its start; None: all of them."""
     files: dict[str, str] = field(default_factory=dict)
     """sha256 of each token file that is part of the track's definition."""
     once: bool = False
@@ -77,8 +78,18 @@ def get_track(name: str) -> Track:
     return TRACKS[name]
 
 
+def find_track(
+    track: str = "pocket", data: Path | None = None, target: float | None = None, val_tokens: int | None = None
+) -> Track:
+    """A track by name, or one made of your own tokens. With `val_tokens` validation is cut short: no target then."""
+    if target is not None and data is None:
+        raise UserError(f"--target {target} goes with --data; the target of track {track!r} is fixed.")
+    found = own_track(data, target) if data else get_track(track)
+    return dataclasses.replace(found, val_tokens=val_tokens, target=None) if val_tokens is not None else found
+
+
 def own_track(folder: Path, target: float | None) -> Track:
-    """A track made of one's own token folder."""
+    """A track made of your own token folder."""
     if target is not None and not target > 0:
         raise UserError(f"The target {target} is not a loss that can be reached; it must be above 0.")
     tokens = TokenFolder.read(folder)

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from speedrun import cli
-from speedrun.cli.training import Train
-from speedrun.cli.words import parse
+from speedrun.cli.common import parse
+from speedrun.cli.train import Train
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError
 from speedrun.experiments import ablate

@@ -62,7 +62,7 @@ def train(name: str, tokens: TokenFolder, folder: Path) -> list[float]:
 
 def losses_of(recipe: Recipe, tokens: TokenFolder, folder: Path) -> list[float]:
     run = RunFolder.create(folder, {"recipe": recipe.name}, console=lambda line: None)
-    options = Options(compile=False, final_checkpoint=False)
+    options = Options(compile=False, save=False)
     progress = Progress(recipe.schedule.total, quiet=True)
     result = Loop(Trainer(Job(recipe, tokens, choose("cpu", "float32", 1), options, run, progress))).run()
     assert result.status == "ok", result.reason

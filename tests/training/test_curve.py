@@ -158,7 +158,7 @@ def test_the_page_draws_the_record_over_steps_and_tokens(tokens: TokenFolder, tm
 def test_a_run_too_short_for_its_record_has_a_page(tokens: TokenFolder, tmp_path: Path) -> None:
     recipe = with_fields(TINY, {"schedule.steps": 2, "validation.first": False})
     curve = dataclasses.replace(MADE_UP, losses=((99, 1.0),))
-    options = Options(compile=False, final_checkpoint=False, curve=curve)
+    options = Options(compile=False, save=False, curve=curve)
     machine = choose("cpu", "float32", 1)
     run.start(recipe, own_track(tokens.path, None), machine, options, out=tmp_path / "run", quiet=True)
     assert "Dashed" not in page_of(tmp_path / "run")

@@ -149,7 +149,7 @@ def test_a_full_disk_is_told_and_fewer_checkpoints_help(
     assert "(3 of" in problem
     assert look(TINY, tokens, tmp_path, checkpoint_every=5, keep=1).problems == []
     assert look(TINY, tokens, tmp_path).problems == []
-    assert look(TINY, tokens, tmp_path, final_checkpoint=False).checkpoints == 0
+    assert look(TINY, tokens, tmp_path, save=False).checkpoints == 0
 
 
 # -------------------------------------------------------------------- data

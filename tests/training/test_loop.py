@@ -240,7 +240,7 @@ def test_a_gradient_of_the_last_step_that_was_not_finite_fails_the_run(
 def test_a_resumed_run_has_the_same_bits(tokens: TokenFolder, tmp_path: Path) -> None:
     whole = tiny_trainer(tokens, tmp_path / "whole")
     Loop(whole).run()
-    half = tiny_trainer(tokens, tmp_path / "half", checkpoint_every=7, final_checkpoint=False)
+    half = tiny_trainer(tokens, tmp_path / "half", checkpoint_every=7, save=False)
     Loop(half).run()
     saved = checkpoint.newest_good(tmp_path / "half" / "checkpoints", notice=pytest.fail)
     assert saved is not None
@@ -257,7 +257,7 @@ def test_a_resumed_run_has_the_same_bits(tokens: TokenFolder, tmp_path: Path) ->
 
 def test_a_run_that_had_to_halve_its_micro_batches_resumes_compiled(tokens: TokenFolder, tmp_path: Path) -> None:
     """The warm-up visits the halved shape; met only later, it would be a recompilation, which is refused."""
-    Loop(tiny_trainer(tokens, tmp_path / "half", checkpoint_every=7, final_checkpoint=False, micro_rows=2)).run()
+    Loop(tiny_trainer(tokens, tmp_path / "half", checkpoint_every=7, save=False, micro_rows=2)).run()
     saved = checkpoint.newest_good(tmp_path / "half" / "checkpoints", notice=pytest.fail)
     assert saved is not None
     rest = tiny_trainer(tokens, tmp_path / "rest", compile=True)
@@ -500,7 +500,7 @@ def test_with_everything_on_a_resumed_run_has_the_same_bits(tokens: TokenFolder,
     whole = tiny_trainer(tokens, tmp_path / "whole", EVERYTHING)
     assert Loop(whole).run().status == "ok"
     assert whole.recipe.schedule.split_step == 7
-    half = tiny_trainer(tokens, tmp_path / "half", EVERYTHING, checkpoint_every=after, final_checkpoint=False, keep=20)
+    half = tiny_trainer(tokens, tmp_path / "half", EVERYTHING, checkpoint_every=after, save=False, keep=20)
     Loop(half).run()
     saved = checkpoint.load(tmp_path / "half" / "checkpoints" / f"step-{after:06d}")
     rest = tiny_trainer(tokens, tmp_path / "rest", EVERYTHING)

@@ -1,8 +1,8 @@
-"""The `speedrun` command: parses, calls, prints.
+"""The `speedrun` command, one module per command: parse, call, print.
 
 speedrun train                      the pocket track with the default recipe
 speedrun train --help               every field of the recipe, with its meaning
-speedrun train --dry-run            what it would be: memory, time, and whether it fits
+speedrun train --dry-run            memory, time, and whether it fits
 """
 
 import errno
@@ -13,29 +13,29 @@ import sys
 from collections.abc import Callable, Sequence
 
 import speedrun
-from speedrun.cli.words import dispatch
+from speedrun.cli.common import dispatch
 from speedrun.errors import Terminated, UserError, speaks
 from speedrun.training.progress import status
 
-# The room under cli/ that has a command, as a function of the same name, and what `--help` says. A room is imported
-# when its command is called: most of them load torch.
+# What `--help` says of each command. speedrun.cli.NAME has the function `main`; it is imported when the command is
+# called, since most of them load torch.
 COMMANDS = {
-    "train": ("training", "train one model to a track's target"),
-    "sample": ("telling", "write text with a trained model"),
-    "tracks": ("telling", "what must be reached, on which tokens"),
-    "recipes": ("telling", "how: list them, or show every field of one"),
-    "data": ("telling", "prepare, fetch, verify or make token folders"),
-    "sweep": ("proving", "search a recipe's fields within a budget"),
-    "race": ("proving", "prove a recipe: plan, interleaved runs, verdict, record"),
-    "stats": ("proving", "what some losses prove about a target"),
-    "verify": ("proving", "recompute a race or record, and say what does not agree"),
-    "challenge": ("proving", "race somebody's record again on this machine"),
-    "records": ("proving", "the leaderboard"),
-    "ablate": ("proving", "what each switch of a recipe is worth"),
-    "report": ("proving", "one HTML page of a run or several, a race, record, ablation or of all records"),
-    "send": ("proving", "hand a run to tensorboard, wandb or trackio"),
-    "trace": ("proving", "what the processes of a run wait for"),
-    "doctor": ("telling", "what this machine will use, and what is missing"),
+    "train": "train one model to a track's target",
+    "sample": "write text with a trained model",
+    "tracks": "what must be reached, on which tokens",
+    "recipes": "list the recipes, or show every field of one",
+    "data": "prepare, fetch, verify or make token folders",
+    "sweep": "search a recipe's fields within a budget",
+    "race": "prove a recipe: plan, interleaved runs, verdict, record",
+    "stats": "test losses against a target",
+    "verify": "recompute a race or record, and report what does not agree",
+    "challenge": "repeat a race or record on this machine",
+    "records": "the leaderboard",
+    "ablate": "what each switch of a recipe is worth",
+    "report": "one HTML page of a run or several, a race, record, ablation or of all records",
+    "send": "send a run to tensorboard, wandb or trackio",
+    "trace": "what the processes of a run wait for",
+    "doctor": "what this machine will use, and what is missing",
 }
 TRAINING = ("train", "sweep", "race", "challenge", "ablate")
 
@@ -45,9 +45,9 @@ def command(name: str) -> Callable[[Sequence[str]], int]:
         asks = {"-h", "--help"} & {*args}
         if name in TRAINING and "torch" not in sys.modules and not asks and os.environ.get("RANK", "0") == "0":
             status.at("loading torch")
-        room = importlib.import_module(f"speedrun.cli.{COMMANDS[name][0]}")
+        module = importlib.import_module(f"speedrun.cli.{name}")
         status.stop()
-        code: int = getattr(room, name)(args)
+        code: int = module.main(args)
         return code
 
     return call
@@ -57,9 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
         # On a GPU the batch grows during a run; blocks of memory that can grow leave fewer gaps. Read when torch loads.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch.profiler tells when it starts and stops; read as above
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch.profiler prints when it starts and stops; read as above
     args = sys.argv[1:] if argv is None else list(argv)
-    lines = "\n".join(f"  {name:9} {text}" for name, (_, text) in COMMANDS.items())
+    lines = "\n".join(f"  {name:9} {text}" for name, text in COMMANDS.items())
     about = f"Train GPTs to a target validation loss as fast as this machine allows, and prove it.\n\n{lines}\n"
     try:
         try:
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return dispatch("speedrun", {name: command(name) for name in COMMANDS}, args, about)
         finally:
             status.stop()
-            sys.stdout.flush()  # here, where a reader that has left can still be told from a bug
+            sys.stdout.flush()  # here a closed pipe is still told from a bug
     except UserError as e:
         if speaks(e):
             print(f"speedrun: {' '.join(str(e).splitlines())}", file=sys.stderr)
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("speedrun: stopped", file=sys.stderr)
         return 128 + (signal.SIGTERM if isinstance(e, Terminated) else signal.SIGINT)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `| head` has closed the pipe
         return 1
     except OSError as e:
         if e.errno not in (errno.ENAMETOOLONG, errno.EACCES) or e.filename is None:

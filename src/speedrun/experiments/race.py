@@ -36,7 +36,7 @@ from speedrun.tracks import Track, get_track, own_track
 from speedrun.training import scale
 from speedrun.training.config import Recipe, as_tuple, with_fields
 from speedrun.training.device import check_settings
-from speedrun.training.run import check_ranks, check_supply, fit_to_tokens, hashes, obey
+from speedrun.training.run import check_ranks, check_rules, check_supply, fit_to_tokens, hashes
 from speedrun.training.runlog import METRICS, RESULT, SOURCE, read_metrics, read_result, source_sha256
 
 POLL = 1.0  # seconds between looks at a run's progress, which must not disturb it
@@ -145,7 +145,7 @@ def of_sides(given: Race, sides: dict[str, tuple[str, Recipe]], track: Track, cr
     assert track.target is not None
     recipes = {name: fit_to_tokens(recipe, tokens, track) for name, (_, recipe) in sides.items()}
     for recipe in recipes.values():
-        obey(recipe, track)
+        check_rules(recipe, track)
         scale.check(recipe)
         check_ranks(recipe, given.nproc)
         check_supply(recipe, tokens, track)

@@ -54,7 +54,7 @@ def replay(run: Run, plan: Plan, steps: int, data: Path | None) -> Replay:
         raise UserError(f"--steps is {steps}; the run has {total}, so choose 1 to {total}.")
     about = run.about
     machine = choose(settings.device, about.dtype, about.threads, settings.attention, recipe.model)
-    options = Options(run.entry.seed, settings.compile, final_checkpoint=False, val_tokens=plan.val_tokens)
+    options = Options(run.entry.seed, settings.compile, save=False, val_tokens=plan.val_tokens)
     with tempfile.TemporaryDirectory() as temporary:
         scratch = RunFolder.create(Path(temporary) / "replay", {}, console=lambda line: None)
         trainer = Trainer(Job(recipe, tokens, machine, options, scratch, Progress(total, quiet=True)))

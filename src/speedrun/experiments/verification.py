@@ -21,7 +21,7 @@ from speedrun.experiments.verdict import TEXT, VERDICT, Row, decided, judge, rea
 from speedrun.files import decode_json, from_json, read_bytes, read_json, sha256_file, write_json
 from speedrun.tracks import TRACKS
 from speedrun.training.config import Recipe, differences
-from speedrun.training.run import obey
+from speedrun.training.run import check_rules
 from speedrun.training.runlog import (
     LOG,
     SOURCE,
@@ -115,7 +115,7 @@ def _belongs(run: Run, plan: Plan, plan_sha256: str, source: Path, recipe: Recip
     if asked != str(run.entry.seed):
         yield f"its command says --seed {asked}, planned was {run.entry.seed}"
     wanted = {"splits": plan.splits, "val_tokens": plan.val_tokens, "checkpoint_every": 0}
-    wanted |= {"final_checkpoint": False, "compile": plan.settings.compile}
+    wanted |= {"save": False, "compile": plan.settings.compile}
     for name, value in wanted.items():
         if getattr(options, name) != value:
             yield f"its option {name} is {getattr(options, name)!r}, a run of this race has {value!r}"
@@ -307,7 +307,7 @@ def _rules(folder: Path, plan: Plan) -> Iterator[str]:
         yield "the plan does not measure the shadow split"
     for side, recipe in plan.recipes.items():
         try:
-            obey(recipe, track)
+            check_rules(recipe, track)
         except UserError as e:
             yield f"side {side}: {e}"
 

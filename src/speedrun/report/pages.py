@@ -7,12 +7,8 @@ speedrun report records
 """
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
 
 from speedrun.errors import UserError
 from speedrun.experiments import ablate, records
@@ -20,7 +16,6 @@ from speedrun.experiments.plan import PLAN
 from speedrun.experiments.sweep import ROWS, read_rows
 from speedrun.experiments.verification import MANIFEST
 from speedrun.files import read_json, write_atomic
-from speedrun.options import unset
 from speedrun.report import page
 from speedrun.report.ablation import ablation_svg
 from speedrun.report.curves import Curve, read_curves, table
@@ -31,33 +26,23 @@ from speedrun.report.records import records_svg
 from speedrun.report.sections import Shown, facts, losses, machine, schedules, settings, timeline
 from speedrun.training.runlog import RESULT, RUN, Result, RunInfo, plain, read_metrics, read_result, read_run
 
-Say = Callable[[str], Any]
 
-
-@dataclass(frozen=True)
-class Report:
-    folders: Annotated[tuple[Path, ...], tyro.conf.Positional, unset("PATH ...")]
-    """A run, race, record or ablation, or the folder of all records; or several runs, beside each other on one page."""
-    out: Annotated[Path | None, unset("FILE.html")] = None
-    """Where the page goes; default: beside the first folder, with its name and .html."""
-
-
-def run(given: Report, say: Say) -> int:
-    if not given.folders:
+def write_page(folders: Sequence[Path], out: Path | None = None) -> Path:
+    """Write the page of these folders, by default beside the first one, and return its path."""
+    if not folders:
         raise UserError("No folder was named; `speedrun report runs/NAME` makes a run's page.")
-    html = page_of(*given.folders)
-    first, *others = (folder.resolve() for folder in given.folders)
+    html = page_of(*folders)
+    first, *others = (folder.resolve() for folder in folders)
     more = f"+{others[0].name if len(others) == 1 else len(others)}" if others else ""
-    out = given.out or first.parent / f"{first.name}{more}.html"
+    out = out or first.parent / f"{first.name}{more}.html"
     if first in out.resolve().parents and (first / MANIFEST).exists():
         raise UserError(f"{out} lies inside the race, whose files are all listed; put the page elsewhere with --out.")
     write_atomic(out, html)
-    say(f"written to {out} ({len(html) / 1e6:.1f} MB)")
-    return 0
+    return out
 
 
 def page_of(folder: Path, *others: Path) -> str:
-    """The page of whatever this folder is, or of several runs."""
+    """The page of a run, race, record or ablation, of all records, or of several runs."""
     if others:
         return runs_page((folder, *others))
     if not folder.is_dir():

@@ -1,24 +1,21 @@
-"""Hand what a run measured to a tracker: TensorBoard, Weights & Biases or trackio.
+"""Send what a run measured to a tracker: TensorBoard, Weights & Biases or trackio.
 
 speedrun send runs/NAME --to tensorboard
 speedrun send runs/NAME --to wandb --project mine --follow
 
-It reads the run folder, so it can be done at any time: while the run goes on (`--follow`, in another terminal), after
-it, or for every run of a race. Training knows nothing of it and cannot be slowed down or broken by a tracker.
+It reads the run folder, so it works at any time: during the run (`--follow`, in another terminal), after it, or for
+every run of a race. Training cannot be slowed down or broken by a tracker.
 """
 
 import importlib
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Protocol
-
-import tyro
+from typing import Any, Protocol
 
 from speedrun.errors import UserError, nearest
 from speedrun.files import explained
-from speedrun.options import unset
 from speedrun.report.curves import tokens_by_step
 from speedrun.templates import markdown
 from speedrun.training.config import fields_of
@@ -26,27 +23,13 @@ from speedrun.training.runlog import RESULT, RunInfo, plain, read_metrics, read_
 
 Say = Callable[[str], Any]
 Values = dict[str, float]
-PAUSE = 2.0  # seconds between two looks at a run that goes on
+PAUSE = 2.0  # seconds between two reads of a run that is followed
 
 
 class Tracker(Protocol):
     def log(self, step: int, values: Values, seconds: float) -> None: ...
 
     def finish(self, summary: dict[str, Any]) -> None: ...
-
-
-@dataclass(frozen=True)
-class Send:
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, unset("RUN ...")]
-    """Run folders."""
-    to: str
-    """tensorboard, wandb or trackio."""
-    project: str = "speedrun"
-    """What the tracker files the runs under."""
-    out: Path = Path("tracked")
-    """Where tensorboard's event files, and what wandb keeps, are put."""
-    follow: bool = False
-    """Go on until the run ends. `--follow` alone will do."""
 
 
 # -------------------------------------------------------------------- trackers
@@ -56,15 +39,15 @@ def load(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as e:
-        raise UserError(f"{package} is not installed; `pip install {package}` will do.") from e
+        raise UserError(f"{package} is not installed; `pip install {package}` installs it.") from e
 
 
 class Tensorboard:
     """Event files that `tensorboard --logdir` shows."""
 
-    def __init__(self, given: Send, name: str, about: RunInfo) -> None:
+    def __init__(self, name: str, about: RunInfo, project: str, out: Path) -> None:
         load("tensorboard", "tensorboard")
-        folder = given.out / given.project / name
+        folder = out / project / name
         if folder.exists():
             raise UserError(f"{folder} exists already, and sending twice would double its curves; delete it first.")
         with explained(folder):
@@ -86,14 +69,14 @@ class Tensorboard:
 class Wandb:
     """wandb, or trackio, which has its interface. `WANDB_MODE=offline` keeps it on this machine, as wandb documents."""
 
-    def __init__(self, given: Send, name: str, about: RunInfo) -> None:
-        self.module = load(given.to, given.to)
+    def __init__(self, package: str, name: str, about: RunInfo, project: str, out: Path) -> None:
+        self.module = load(package, package)
         where = {}
-        if given.to == "wandb":
-            with explained(given.out):
-                given.out.mkdir(parents=True, exist_ok=True)
-            where = {"dir": str(given.out)}
-        self.run = self.module.init(project=given.project, name=name, config=config_of(about), **where)
+        if package == "wandb":
+            with explained(out):
+                out.mkdir(parents=True, exist_ok=True)
+            where = {"dir": str(out)}
+        self.run = self.module.init(project=project, name=name, config=config_of(about), **where)
 
     def log(self, step: int, values: Values, seconds: float) -> None:
         self.run.log({**values, "seconds": seconds}, step=step)
@@ -103,10 +86,10 @@ class Wandb:
         self.module.finish()
 
 
-TRACKERS: dict[str, Callable[[Send, str, RunInfo], Tracker]] = {
+TRACKERS: dict[str, Callable[[str, RunInfo, str, Path], Tracker]] = {
     "tensorboard": Tensorboard,
-    "wandb": Wandb,
-    "trackio": Wandb,
+    "wandb": partial(Wandb, "wandb"),
+    "trackio": partial(Wandb, "trackio"),
 }
 
 
@@ -138,30 +121,29 @@ def measured(folder: Path) -> Iterator[tuple[int, Values, float]]:
         yield done, {**values, "tokens": float(tokens[done])}, seconds
 
 
-def run(given: Send, say: Say) -> int:
-    if given.to not in TRACKERS:
-        raise UserError(f"--to is {given.to!r}; it can be {', '.join(TRACKERS)}.{nearest(given.to, TRACKERS)}")
-    if not given.runs:
+def send_runs(runs: Sequence[Path], to: str, project: str, out: Path, follow: bool, say: Say) -> None:
+    """Send run folders to a tracker. All of them are read before the first is sent."""
+    if to not in TRACKERS:
+        raise UserError(f"--to is {to!r}; it can be {', '.join(TRACKERS)}.{nearest(to, TRACKERS)}")
+    if not runs:
         raise UserError("No run folder was named; `speedrun send runs/NAME --to tensorboard` sends one.")
-    if given.follow and len(given.runs) > 1:
-        raise UserError(f"--follow goes with one run, not with {len(given.runs)}; start one command for each.")
-    told = [(folder, read_run(folder)) for folder in given.runs]
-    for folder in given.runs:  # what cannot be read is told before anything is sent
+    if follow and len(runs) > 1:
+        raise UserError(f"--follow goes with one run, not with {len(runs)}; start one command for each.")
+    infos = [read_run(folder) for folder in runs]
+    for folder in runs:
         list(measured(folder))
         if (folder / RESULT).exists():
             read_result(folder)
-    for folder, about in told:
-        tracker = TRACKERS[given.to](given, folder.resolve().name, about)
-        sent = send(folder, tracker, given.follow)
-        say(f"{folder}: {sent:,} measurements sent to {given.to}")
-    return 0
+    for folder, about in zip(runs, infos, strict=True):
+        tracker = TRACKERS[to](folder.resolve().name, about, project, out)
+        say(f"{folder}: {send(folder, tracker, follow):,} measurements sent to {to}")
 
 
 def send(folder: Path, tracker: Tracker, follow: bool) -> int:
-    """Everything that was measured, and with `follow` what is measured until the run ends."""
+    """Send what was measured, and with `follow` what is measured until the run ends; return the number of lines."""
     sent = 0
     while True:
-        ended = (folder / RESULT).exists()  # asked first: what comes between the two looks is read by the next one
+        ended = (folder / RESULT).exists()  # asked first: a line written after this is read by the next pass
         for step, values, seconds in list(measured(folder))[sent:]:
             tracker.log(step, values, seconds)
             sent += 1

@@ -1,38 +1,11 @@
-"""What ranks wait for, in recorded steps.
+"""What ranks wait for, in recorded steps: a title and a table."""
 
-speedrun train --nproc 2 --trace --order plain --out before
-speedrun train --nproc 2 --trace --out after
-speedrun trace show before after
-"""
-
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from collections.abc import Sequence
+from typing import Any
 
 from speedrun.training import trace
 
-Say = Callable[[str], Any]
-SHOWN = 3  # of what was waited for
-
-
-@dataclass(frozen=True)
-class Show:
-    """How long each rank computed nothing because of a transfer."""
-
-    traces: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PATH ...")]
-    """Run folders with traces, or trace files."""
-
-
-def show(given: Show, say: Say) -> int:
-    for path in given.traces:
-        found = trace.read(path)
-        say(f"{path}: {title(found)}")
-        for row in rows(found):
-            say("  {:>4}  {:>8}  {:>10}  {:>16}  {}".format(*row))
-    return 0
+SHOWN = 3  # waits named per rank
 
 
 def title(found: Sequence[trace.Summary]) -> str:

@@ -136,27 +136,32 @@ class Options:
     checkpoint_every: Count = 0
     """Steps between checkpoints; 0 writes only the final one."""
     keep: Positive = 2
-    """How many checkpoints stay on disk."""
-    final_checkpoint: bool = True
+    """Checkpoints kept on disk."""
+    save: bool = True
     """Write the trained model at the end, outside the clock."""
     micro_rows: Positive | None = None
-    """Rows per forward pass; None takes the whole batch at once. Halved by itself when memory runs out."""
+    """Rows per forward pass; default: the whole batch. Halved automatically when memory runs out."""
     val_tokens: Positive | None = None
-    """Validate on the first so many tokens of the split; None takes all of it."""
-    splits: Annotated[tuple[str, ...], Meta(min_length=1)] = ("val",)
-    """Splits measured at the end; the first one is the validation split of the whole run."""
+    """Validate on this many tokens at the start of the split; None: on all of it."""
+    shadow: bool = False
+    """Also measure the loss on the shadow split at the end, outside the clock: for proof, never for tuning."""
     plan: str | None = None
-    """sha256 of the plan of the race that this run belongs to, which must prove that validation is forward only."""
+    """Set by `speedrun race`: the sha256 of the plan that this run belongs to."""
     patience: AboveZero = PATIENCE
-    """Seconds that ranks wait for one of them before all give up."""
+    """With several processes: seconds to wait for one that hangs; four times as long while they compile."""
     backend: Annotated[str, Meta(pattern="^(auto|gloo|nccl)$")] = "auto"
-    """What carries messages between ranks: gloo or nccl; auto takes nccl on GPUs."""
+    """With several processes: auto, gloo or nccl; auto takes nccl on GPUs."""
     order: Annotated[str, Meta(pattern="^(eager|interleaved|plain)$")] = "eager"
-    """In which order ranks exchange and compute within a step: eager, interleaved or plain."""
+    """With several processes: in which order a step exchanges and computes: eager, interleaved or plain."""
     trace: Count = 0
-    """Record what every rank does in so many steps."""
+    """Steps to record with torch.profiler, a file per process in the run folder. `--trace` alone: 20 steps."""
     curve: PublishedCurve | None = None
     """Losses of a record, shown beside the run's own."""
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Splits measured at the end; the first one is the validation split of the whole run."""
+        return ("val", "shadow") if self.shadow else ("val",)
 
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from speedrun.training.clock import synchronize
 from speedrun.training.config import Options, Recipe
 from speedrun.training.device import Machine
 from speedrun.training.memory import Memory, checkpoint_bytes, gib, memory_of, problems_of, skeleton
-from speedrun.training.run import check_supply, fit_to_tokens, obey
+from speedrun.training.run import check_rules, check_supply, fit_to_tokens
 from speedrun.training.schedule import ScheduleConfig, Stage
 
 # A training step reaches this share of the FLOP/s of bare matmuls. benchmarks/throughput.py measures 0.65 for `adamw`
@@ -67,7 +67,7 @@ class DryRun:
 
 def examine(recipe: Recipe, track: Track, machine: Machine, options: Options, out: Path, ranks: int = 1) -> DryRun:
     """Everything about a run of this recipe into `out`. Raises UserError only where the recipe breaks a rule."""
-    obey(recipe, track)
+    check_rules(recipe, track)
     problems: list[str] = []
     notes: list[str] = []
     validated = track.val_tokens
@@ -90,7 +90,7 @@ def examine(recipe: Recipe, track: Track, machine: Machine, options: Options, ou
     problems += problems_of(memory, recipe)
     notes += smaller_batches(memory, recipe.schedule, ranks)
     checkpoint = checkpoint_bytes(recipe, list(model.parameters()), states)
-    count = options.keep + 1 if options.checkpoint_every else int(options.final_checkpoint)
+    count = options.keep + 1 if options.checkpoint_every else int(options.save)
     free = shutil.disk_usage(next(p for p in (out.absolute(), *out.absolute().parents) if p.is_dir())).free
     if checkpoint * count > free:
         problems.append(

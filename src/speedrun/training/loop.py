@@ -202,7 +202,7 @@ class Loop:
         if status == "ok" and self.profiler:
             written = trace.write(self.profiler, self.folder.path, self.comm.rank)
             self.job.say(f"trace of every rank, such as {written}")
-        if status == "ok" and self.options.final_checkpoint and state.start < self.steps:  # else it is there already
+        if status == "ok" and self.options.save and state.start < self.steps:  # else it is there already
             save(self.trainer, state, self.steps)
         seconds = state.clock.seconds
         result = Result(

@@ -35,6 +35,8 @@ from speedrun.training.progress import Progress
 from speedrun.training.runlog import RUN, NullRunFolder, Result, RunFolder, read_metrics, read_result, read_run
 from speedrun.training.step import Trainer
 
+WORTH_COMPILING = 100  # steps; compiling takes as long as some hundred steps of a small model
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -62,13 +64,23 @@ def check_supply(recipe: Recipe, tokens: TokenFolder, track: Track) -> None:
         fineweb.check_supply(tokens, recipe.loader, tokens=s.tokens, length=s.length)
 
 
-def obey(recipe: Recipe, track: Track) -> None:
+def check_rules(recipe: Recipe, track: Track) -> None:
     """Refuse what the track's rules forbid."""
     if recipe.compiler.coordinate_descent and not track.compiler_flags:
         raise UserError(
             f"compiler.coordinate_descent is True, but the rules of track {track.name!r} allow no extra compiler "
             "flags; pass --compiler.coordinate-descent False."
         )
+
+
+def worth_compiling(recipe: Recipe, machine: Machine) -> bool:
+    """Whether torch.compile is used by default: on a CPU a short run is sooner done without it."""
+    return machine.device.type != "cpu" or recipe.schedule.total >= WORTH_COMPILING
+
+
+def default_checkpoint_every(recipe: Recipe, track: Track) -> int:
+    """At each validation, unless the clock of the track counts checkpoints."""
+    return recipe.validation.every if track.checkpoints else 0
 
 
 def start(
@@ -80,7 +92,7 @@ def start(
     out: Path | None = None,
     quiet: bool = False,
 ) -> Outcome:
-    obey(recipe, track)
+    check_rules(recipe, track)
     scale.check(recipe)
     path = out or new_run_path(recipe, track, options.seed)
     return _run(recipe, track, machine, options, path, quiet, fresh=True)
@@ -149,7 +161,7 @@ def resume(
 
     The record beside it stays the one it began with, so that its log is of one piece.
     """
-    obey(recipe, track)
+    check_rules(recipe, track)
     scale.check(recipe)
     problem = obstacle(path, recipe, track, options.seed)
     if problem:

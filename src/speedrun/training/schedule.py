@@ -159,6 +159,11 @@ class ScheduleConfig:
         return sum(self._rows(s) for s in range(self.total)) * self.length
 
     @property
+    def max_tokens(self) -> int:
+        """Tokens of the largest batch."""
+        return max(stage.tokens for stage in self.visits())
+
+    @property
     def has_windows(self) -> bool:
         return bool(self.window_ramp or self.window_cubic)
 

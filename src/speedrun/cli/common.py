@@ -1,0 +1,142 @@
+"""What the commands share: reading arguments, printing, and the arguments that several of them have. No torch here."""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import tyro
+from rich.console import Console
+
+from speedrun.checks import check_options
+from speedrun.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from speedrun.training.config import Recipe
+    from speedrun.training.device import Machine
+
+console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+say = console.print
+flat: Any = tyro.conf.arg(name="")
+"""Annotates a nested dataclass whose fields are arguments without a prefix."""
+
+
+def unset(kind: str, **more: Any) -> Any:
+    """Annotates an optional argument: its help names the kind of value, and states its default itself."""
+    return tyro.conf.arg(metavar=kind, help_behavior_hint="", **more)
+
+
+# -------------------------------------------------------------------- arguments of several commands
+
+
+@dataclass(frozen=True)
+class Tokens:
+    track: str = "pocket"
+    """Which track; `speedrun tracks` lists them. With --data: at the size of which track."""
+    data: Annotated[Path | None, unset("PATH")] = None
+    """A folder made by `speedrun data encode`, instead of a track's tokens."""
+
+
+@dataclass(frozen=True)
+class Target(Tokens):
+    target: Annotated[float | None, unset("FLOAT")] = None
+    """With --data: the validation loss to reach, in nats per token; default: none."""
+
+
+@dataclass(frozen=True)
+class MachineOptions:
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:N or mps. With --dry-run also a GPU that is not here: h100, a100 or 4090."""
+    dtype: str = "auto"
+    """auto, float32 or bfloat16: the arithmetic of matmuls. On a CPU auto tries both and takes the faster one."""
+    threads: Annotated[int | None, unset("INT")] = None
+    """CPU threads; default: all usable cores."""
+    attention: str = "auto"
+    """auto, fa3 (Flash Attention 3), varlen (torch's varlen_attn) or sdpa (torch's SDPA)."""
+    memory: Annotated[float | None, unset("GB")] = None
+    """GB of a GPU's memory to keep to, of 1e9 bytes; default: all of it."""
+    deterministic: bool = False
+    """On a GPU, use kernels that give the same bits every time; slower."""
+
+    def choose(self, recipe: "Recipe") -> "Machine":
+        from speedrun.training.device import choose
+
+        return choose(**vars(self), model=recipe.model, tokens=recipe.schedule.max_tokens)
+
+
+# -------------------------------------------------------------------- reading
+
+
+def parse(kind: type, command: str, args: Sequence[str], default: Any = None, about: str | None = None) -> Any:
+    """Parse with tyro; every mistake ends with exit code 2 and names a way out.
+
+    A switch is given as `--name True` or `--name`, and turned off as `--no-name`.
+    """
+    extra = {} if default is None else {"default": default}
+    for name in switches(kind):
+        flag = name.replace("_", "-")
+        args = with_value(args, flag)
+        args = [word for arg in args for word in ((f"--{flag}", "False") if arg == f"--no-{flag}" else (arg,))]
+    given = tyro.cli(
+        kind,
+        prog=f"speedrun {command}",
+        args=list(args),
+        description=about,
+        config=(tyro.conf.FlagConversionOff,),
+        **extra,
+    )
+    check_options(given)
+    return given
+
+
+def switches(kind: type) -> Iterator[str]:
+    """Names of the boolean arguments, also of nested dataclasses without a prefix."""
+    hints = get_type_hints(kind, include_extras=True)
+    for name, hint in get_type_hints(kind).items():
+        if hint in (bool, bool | None):
+            yield name
+        elif dataclasses.is_dataclass(hint) and flat in getattr(hints[name], "__metadata__", ()):
+            yield from switches(hint)  # type: ignore[arg-type]
+
+
+def option(args: Sequence[str], name: str) -> str | None:
+    """The value of --name, before the parse that needs it to know the defaults. The last one counts."""
+    value = None
+    for i, arg in enumerate(args):
+        if arg == f"--{name}" and i + 1 < len(args):
+            value = args[i + 1]
+        elif arg.startswith(f"--{name}="):
+            value = arg.partition("=")[2]
+    return value
+
+
+def with_value(args: Sequence[str], name: str, value: str = "True") -> list[str]:
+    """The arguments, where --name without a value gets this one: the parser expects a value after every flag."""
+    flag = f"--{name}"
+    given = list(args)
+    for i in reversed(range(len(given))):
+        if given[i] == flag and (i + 1 == len(given) or given[i + 1].startswith("-")):
+            given.insert(i + 1, value)
+    return given
+
+
+def dispatch(prog: str, actions: dict[str, Callable[[Sequence[str]], int]], args: Sequence[str], about: str) -> int:
+    if not args or args[0] in ("-h", "--help"):
+        usage = f"usage: {prog} {{{','.join(actions)}}} ...\n\n{about}\n`{prog} COMMAND --help` explains one."
+        print(usage, file=sys.stdout if args else sys.stderr)
+        return 0 if args else 2
+    if args[0] not in actions:
+        raise UserError(f"Unknown command {args[0]!r}.{nearest(args[0], actions)}")
+    return actions[args[0]](args[1:])
+
+
+# -------------------------------------------------------------------- printing
+
+
+def grid(rows: Sequence[Sequence[str]]) -> None:
+    """Print rows in columns, without wrapping: a table cut at the terminal's width cannot be searched."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    for row in rows:
+        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
