@@ -10,6 +10,7 @@ PACKAGE = Path(speedrun.__file__).parent
 # Each room may import itself, torch and friends, and the rooms named here.
 MAY_IMPORT = {
     "errors": set(),
+    "lazy": set(),
     "templates": set(),
     "options": set(),
     "checks": {"errors"},
@@ -23,6 +24,7 @@ MAY_IMPORT = {
     "sample": {"errors", "data", "model", "training"},
     "doctor": {"errors", "files", "data", "model", "tracks", "training"},
     "gpu_report": {"errors", "files", "templates", "data", "model", "optim", "training", "doctor"},
+    "api": {"errors", "checks", "data", "model", "recipes", "sample", "tracks", "training"},
     "experiments": {"errors", "checks", "options", "files", "templates", "tracks", "training", "recipes"},
     "report": {
         "errors",

@@ -1,0 +1,188 @@
+"""speedrun as a library: `train` does what the command of this name does, `load` opens a run folder.
+
+Mistakes raise `speedrun.UserError`, a ValueError, with the sentence that the command prints.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from speedrun.checks import check_options
+from speedrun.data.tokenizer import Tokenizer
+from speedrun.errors import UserError, similar
+from speedrun.model.gpt import GPT
+from speedrun.recipes import default_for, get_recipe
+from speedrun.recipes.published import get_curve
+from speedrun.sample import load_model, sample_text
+from speedrun.tracks import find_track, get_track
+from speedrun.training import run as runs
+from speedrun.training.config import Options, Recipe, fields_of, with_fields
+from speedrun.training.device import choose
+from speedrun.training.runlog import RESULT, Result, RunInfo, read_metrics, read_result, read_run
+
+OPTIONS = {f.name for f in dataclasses.fields(Options)}
+
+
+class Run:
+    """A run folder: what was trained, what was measured, and the trained model."""
+
+    def __init__(self, path: str | Path, device: str = "cpu") -> None:
+        self.path, self.device = Path(path), device
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    @cached_property
+    def info(self) -> RunInfo:
+        """run.json: recipe, track, seed, options, machine, environment."""
+        return read_run(self.path)
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.info.recipe
+
+    @property
+    def result(self) -> Result:
+        """How the run ended: status, val_loss, steps, train_time, tokens..."""
+        return read_result(self.path)
+
+    @property
+    def reached(self) -> bool:
+        """Whether the run ended at or below its target."""
+        target, loss = self.info.target, self.result.val_loss if (self.path / RESULT).exists() else None
+        return target is not None and loss is not None and loss <= target
+
+    @property
+    def metrics(self) -> dict[str, dict[str, NDArray[Any]]]:
+        """Columns by kind of line: `metrics["train"]["loss"]`, `metrics["val"]["step"]`."""
+        lines: dict[str, list[dict[str, Any]]] = {}
+        for line in read_metrics(self.path):
+            lines.setdefault(line["kind"], []).append(line)
+        return {kind: _columns(found) for kind, found in lines.items()}
+
+    @cached_property
+    def _loaded(self) -> tuple[GPT, Tokenizer]:
+        machine = choose(self.device, "float32", torch.get_num_threads(), "sdpa")
+        return load_model(self.path, machine.device)
+
+    @property
+    def model(self) -> GPT:
+        """The trained model, in float32."""
+        return self._loaded[0]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._loaded[1]
+
+    def generate(
+        self, prompt: str = "", *, tokens: int = 200, temperature: float = 0.8, top_k: int | None = 50, seed: int = 0
+    ) -> str:
+        """The prompt and its continuation of at most this many tokens."""
+        return sample_text(
+            self.model, self.tokenizer, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed
+        )
+
+    @torch.no_grad()
+    def loss(self, text: str) -> float:
+        """Mean loss of a text in nats per token. A long text is cut into pieces as long as the rows of training."""
+        if not text:
+            raise UserError("The text is empty, so it has no loss; pass at least one character.")
+        model = self.model
+        ids = torch.tensor([self.tokenizer.bos, *self.tokenizer.encode(text)], device=model.embed.device)
+        total = sum(
+            float(model(x[None], y[None], windows=model.sampling_windows, tied=model.sampling_tied))
+            for x, y in zip(ids[:-1].split(model.context), ids[1:].split(model.context), strict=True)
+        )
+        return total / (len(ids) - 1)
+
+
+def _columns(lines: list[dict[str, Any]]) -> dict[str, NDArray[Any]]:
+    """The numbers that all lines have."""
+    return {
+        name: np.array([line[name] for line in lines])
+        for name in lines[0]
+        if all(type(line.get(name)) in (int, float) for line in lines)
+    }
+
+
+def load(path: str | Path, *, device: str = "cpu") -> Run:
+    """The run in a folder. Its model is loaded when it is first used, onto `device`."""
+    run = Run(path, device)
+    run.info  # noqa: B018  refuses what is not a run folder
+    return run
+
+
+def train(
+    recipe: str | Recipe | None = None,
+    track: str = "pocket",
+    *,
+    data: str | Path | None = None,
+    target: float | None = None,
+    steps: int | None = None,
+    val_tokens: int | None = None,
+    out: str | Path | None = None,
+    compile: bool | None = None,
+    checkpoint_every: int | None = None,
+    curve: str | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    threads: int | None = None,
+    attention: str = "auto",
+    memory: float | None = None,
+    deterministic: bool = False,
+    progress: bool = True,
+    **changes: Any,
+) -> Run:
+    """Train one model and return its run folder. The arguments are the flags of `speedrun train`.
+
+    Ctrl-C saves a checkpoint and raises KeyboardInterrupt; `speedrun train --resume` continues.
+
+    recipe: a name, or a Recipe; default: that of the track.
+    changes: options of a run (`seed=1`, `keep=3`, `save=False`...), and fields of the recipe, by their dotted names
+    (`**{"schedule.steps": 20}`) or by part (`schedule={"steps": 20}`).
+    """
+    if not isinstance(recipe, Recipe):
+        name = get_track(track).name
+        recipe = get_recipe(recipe or default_for(name), name)
+    asked = {name: changes.pop(name) for name in OPTIONS & changes.keys()}
+    fields = _dotted(changes)
+    known = fields_of(recipe)
+    for name in fields.keys() - known:
+        close = similar(name, [*known, *OPTIONS, *inspect.signature(train).parameters])
+        way_out = close or " `speedrun recipes show NAME` lists the fields."
+        raise UserError(f"{name!r} is neither an option of a run nor a field of recipe {recipe.name!r}.{way_out}")
+    recipe = with_fields(recipe, fields)
+    if steps is not None:
+        recipe = dataclasses.replace(recipe, schedule=recipe.schedule.scaled(steps))
+    found = find_track(track, Path(data) if data else None, target, val_tokens)
+    machine = choose(
+        device, dtype, threads, attention, recipe.model, recipe.schedule.max_tokens,
+        memory=memory, deterministic=deterministic,
+    )  # fmt: skip
+    options = Options(
+        **asked,
+        compile=runs.worth_compiling(recipe, machine) if compile is None else compile,
+        checkpoint_every=runs.default_checkpoint_every(recipe, found) if checkpoint_every is None else checkpoint_every,
+        curve=get_curve(curve, recipe.name, found.name),
+    )
+    check_options(options)
+    outcome = runs.start(recipe, found, machine, options, out=Path(out) if out else None, quiet=not progress)
+    if outcome.result.status == "interrupted":
+        raise KeyboardInterrupt
+    return Run(outcome.folder)
+
+
+def _dotted(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """{"model": {"layers": 3}} as {"model.layers": 3}."""
+    found: dict[str, Any] = {}
+    for name, value in changes.items():
+        inner = value if isinstance(value, Mapping) else {}
+        found |= {f"{name}.{k}": v for k, v in inner.items()} if inner else {name: value}
+    return found
