@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING
 
 from speedrun.lazy import lazy
 
+__version__ = "0.1.0"
+
 if TYPE_CHECKING:
     from speedrun.api import Run, load, train
     from speedrun.errors import UserError
+    from speedrun.training.config import Recipe
 
-__version__ = "0.1.0"
-__all__ = ["Run", "UserError", "load", "train"]
-__getattr__ = lazy(__name__)
+    __all__ = ["Recipe", "Run", "UserError", "load", "train"]
+else:
+    __getattr__, __all__ = lazy(__name__)

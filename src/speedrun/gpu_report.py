@@ -261,12 +261,12 @@ def order_lines(trainer: Trainer) -> list[Line]:
     # The agreement goes through a group of its own.
     launched = [f"{span.op} {span.item}" for span in spans if span.kind == "launch" and span.item != "agreement"]
     waited = sum(span.end - span.start for span in spans if span.kind == "wait")
-    everybody = trainer.comm.all_gather_object((launched, waited))
-    alike = all(theirs == launched for theirs, _ in everybody)
+    gathered = trainer.comm.all_gather_object((launched, waited))
+    alike = all(theirs == launched for theirs, _ in gathered)
     return [
         Line("the same on all ranks", "yes", "yes" if alike else "**no**"),
         Line("order", "", ", ".join(launched)),
-        Line("host waits", "", ", ".join(f"{1000 * wait:.1f} ms" for _, wait in everybody)),
+        Line("host waits", "", ", ".join(f"{1000 * wait:.1f} ms" for _, wait in gathered)),
     ]
 
 

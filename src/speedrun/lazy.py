@@ -1,16 +1,14 @@
-"""Packages that offer names of their modules and load a module when a name of it is first used.
+"""Packages that offer names of their modules, and load a module when a name of it is first used.
 
     if TYPE_CHECKING:
         from speedrun.api import load, train
+    else:
+        __getattr__, __all__ = lazy(__name__)
 
-    __all__ = ["load", "train"]
-    __getattr__ = lazy(__name__)
-
-Type checkers read the imports; `lazy` carries them out one by one.
+Type checkers read the imports; at run time `lazy` reads them in the source and carries them out one by one.
 """
 
 import ast
-import functools
 import importlib
 import sys
 from collections.abc import Callable
@@ -18,23 +16,18 @@ from pathlib import Path
 from typing import Any
 
 
-def lazy(package: str) -> Callable[[str], Any]:
-    """The `__getattr__` of a package, from the imports in its source."""
+def lazy(package: str) -> tuple[Callable[[str], Any], list[str]]:
+    """`__getattr__` and `__all__` of a package, from the imports in its `if TYPE_CHECKING`."""
+    tree = ast.parse(Path(str(sys.modules[package].__file__)).read_text(encoding="utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    modules = {alias.name: str(node.module) for node in imports for alias in node.names}
 
     def __getattr__(name: str) -> Any:
-        module = imports_of(package).get(name)
-        if module is None:
+        if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        if module == package:
+        if modules[name] == package:
             return importlib.import_module(f"{package}.{name}")
-        return getattr(importlib.import_module(module), name)
+        return getattr(importlib.import_module(modules[name]), name)
 
-    return __getattr__
-
-
-@functools.cache
-def imports_of(package: str) -> dict[str, str]:
-    """{name: the module that it is imported from}"""
-    tree = ast.parse(Path(str(sys.modules[package].__file__)).read_text(encoding="utf-8"))
-    found = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
-    return {alias.name: str(node.module) for node in found for alias in node.names}
+    return __getattr__, sorted(modules)

@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return dispatch("speedrun", {name: command(name) for name in COMMANDS}, args, about)
         finally:
             status.stop()
-            sys.stdout.flush()  # here a closed pipe is still told from a bug
+            sys.stdout.flush()  # here a closed pipe can still be distinguished from a bug
     except UserError as e:
         if speaks(e):
             print(f"speedrun: {' '.join(str(e).splitlines())}", file=sys.stderr)

@@ -93,7 +93,7 @@ class Train:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     """When and how the validation loss is measured."""
     compiler: CompilerConfig = field(default_factory=CompilerConfig)
-    """What torch.compile is told beside the model."""
+    """Options of torch.compile."""
 
     @classmethod
     def from_recipe(cls, recipe: Recipe, **given: Any) -> "Train":
