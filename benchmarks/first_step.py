@@ -61,13 +61,13 @@ def one(cache: Path, number: int, flags: list[str]) -> dict[str, float]:
         raise SystemExit(f"the run ended with exit code {done.returncode}")
     result, told = read_result(out), json.loads(said.read_text())
     graphs = told.pop("graphs")
-    validated = sum(m["seconds"] for m in read_metrics(out, "val"))
+    validated = sum(m["val_seconds"] for m in read_metrics(out, "val"))
     found = {"total": total, "clock": result.train_time, "validation": validated}
     found |= {f"import {name}" if name == "torch" else name: seconds for name, seconds in told.items()}
     compiling = f"compile {len(graphs)} graph{'s' * (len(graphs) != 1)} ({', '.join(f'{s:.1f}' for s in graphs)} s)"
-    found |= {compiling: sum(graphs), "rest of the warm-up": (result.warm_up or 0) - sum(graphs)}
+    found |= {compiling: sum(graphs), "rest of the warm-up": result.warmup_seconds - sum(graphs)}
     found["neither clock nor validation"] = total - result.train_time - validated
-    known = sum(told.values()) + (result.warm_up or 0)
+    known = sum(told.values()) + result.warmup_seconds
     found["start of Python, trial, sample, result"] = found["neither clock nor validation"] - known
     tokens = sum(1 for _ in read_metrics(out, "val")) * (read_tokens(out) or 1)
     found["validation over step, per token"] = validated / tokens / (result.train_time / result.tokens)

@@ -521,7 +521,7 @@ def test_when_no_checkpoint_is_good_a_person_must_decide(speedrun: Speedrun, sto
             "run.json is damaged: Input data was truncated. Restore it from a copy, or",
         ),
         ("[]", "run.json is damaged: it is not a JSON object"),
-        ('{"interruptions": []}', "run.json is damaged: Object missing required field `recipe`"),
+        ('{"format": 2, "interruptions": []}', "run.json is damaged: Object missing required field `recipe`"),
     ],
 )
 def test_a_damaged_run_json_is_named(speedrun: Speedrun, stopped: Path, content: str, words: str) -> None:

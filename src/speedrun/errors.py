@@ -26,7 +26,7 @@ def speaks(error: UserError) -> bool:
 
 
 class OtherVersion(UserError):
-    """A stored file that is whole, but written by a version of the program that knew more."""
+    """A stored file that is whole, but of another version of the program."""
 
 
 class Terminated(KeyboardInterrupt):

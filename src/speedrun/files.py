@@ -4,8 +4,8 @@ Everything that must survive `kill -9` goes through here: write beside the desti
 the folder. A reader therefore sees the old content or the new one, never half of either.
 
 A stored JSON file is of a known kind: a dataclass. `read_json` fills a missing field with its default, which means "as
-it was before the field existed", and refuses an unknown field, a wrong type, an impossible value, or a format number
-from the future. `write_json` writes the format number.
+it was before the field existed", and refuses an unknown field, a wrong type, an impossible value, or another format
+number than FORMAT. `write_json` writes the format number.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ import platformdirs
 from speedrun.errors import OtherVersion, UserError, similar
 
 T = TypeVar("T")
-FORMAT = 1
-"""Format of a stored JSON file, also of one without a number. A kind that changes gets a FORMAT of its own."""
+FORMAT = 2
+"""Format of all stored JSON files; a file without a number has format 1."""
 DELETE = "Delete that line."
 LARGEST = 2**28
 """Bytes. A larger file is none of ours, and reading it would fill the memory."""
@@ -114,14 +114,38 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 # -------------------------------------------------------------------- stored JSON
 
 
-def write_json(path: Path, value: Mapping[str, Any], format: int = FORMAT) -> None:
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write an object of a known kind, its format number first."""
-    write_atomic(path, json.dumps({"format": format, **value}, indent=1, allow_nan=False) + "\n")
+    write_atomic(path, json.dumps({"format": FORMAT, **value}, indent=1, allow_nan=False) + "\n")
 
 
 def read_json(path: Path, kind: type[T], way_out: str) -> T:
     """A stored JSON file as an object of its kind, or a UserError that names file, field and way out."""
-    return from_json(decode_json(read_bytes(path, way_out), str(path), way_out), kind, str(path), way_out)
+    return from_json(read_object(path, way_out), kind, str(path), way_out)
+
+
+def read_object(path: Path, way_out: str) -> dict[str, Any]:
+    """A stored JSON file as JSON gives it, without its format number."""
+    return decode_file(read_bytes(path, way_out), str(path), way_out)
+
+
+def decode_file(content: bytes, where: str, way_out: str) -> dict[str, Any]:
+    """The same of what was read already; another format is refused."""
+    stored = decode_json(content, where, way_out)
+    number = stored.pop("format", 1)
+    if type(number) is not int or number < 1:
+        raise UserError(f"{where} is damaged at format: {number!r} is not a format number. {way_out}")
+    if number < FORMAT:
+        raise OtherVersion(
+            f"{where} was written by an older version of speedrun (format {number}; this one reads {FORMAT}): train, "
+            "race or prepare it again, or use the version that wrote it."
+        )
+    if number > FORMAT:
+        raise OtherVersion(
+            f"{where} was written by a newer version of speedrun (format {number}; this one reads {FORMAT}): update "
+            "speedrun, or use the version that wrote it."
+        )
+    return stored
 
 
 def read_bytes(path: Path, way_out: str) -> bytes:
@@ -168,17 +192,8 @@ def decode_json(content: bytes, where: str, way_out: str) -> dict[str, Any]:
 
 def from_json(value: Mapping[str, Any], kind: type[T], where: str, way_out: str) -> T:
     """`value`, as JSON gives it, as an object of `kind`; `where` is what an error calls it."""
-    stored = dict(value)
-    number, newest = stored.pop("format", FORMAT), getattr(kind, "FORMAT", FORMAT)
-    if type(number) is not int or number < 1:
-        raise UserError(f"{where} is damaged at format: {number!r} is not a format number. {way_out}")
-    if number > newest:
-        raise OtherVersion(
-            f"{where} has format {number}, but this version of speedrun reads formats up to {newest}. "
-            "Update speedrun, or use the version that wrote the file."
-        )
     try:
-        found = msgspec.convert(stored, kind, dec_hook=_as_path)
+        found = msgspec.convert(value, kind, dec_hook=_as_path)
     except msgspec.ValidationError as e:
         found_at = re.fullmatch(r"(.*?)(?: - at (`key` in )?`\$\.?(.*)`)?", str(e), re.DOTALL)
         assert found_at is not None
@@ -187,7 +202,7 @@ def from_json(value: Mapping[str, Any], kind: type[T], where: str, way_out: str)
         raise UserError(f"{where} is damaged{place}: {what.rstrip('.')}. {way_out}") from e
     except RecursionError:
         raise UserError(f"{where} is damaged: its JSON is nested too deeply. {way_out}") from None
-    odd = _unknown(stored, msgspec.to_builtins(found, enc_hook=str), "")
+    odd = _unknown(value, msgspec.to_builtins(found, enc_hook=str), "")
     if odd is not None:
         name, known = odd
         hint = similar(name.rpartition(".")[2], known)

@@ -87,7 +87,7 @@ def test_chunks_arrive_checked_and_listed(far: Hub, folder: Path) -> None:
     assert (tokens.tokens("train"), tokens.tokens("val")) == (12000, 4000)
     assert {name: file.sha256 for name, file in tokens.files.items()} == far.listed
     listed = json.loads((folder / "tokens.json").read_text())["files"][ONE]
-    assert listed == {"tokens": 4000, "bytes": len(far.files[ONE]), "sha256": far.listed[ONE]}
+    assert listed == {"tokens": 4000, "sha256": far.listed[ONE]}
 
 
 def test_the_second_time_nothing_is_asked_and_more_chunks_are_added(far: Hub, folder: Path) -> None:

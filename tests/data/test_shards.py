@@ -204,7 +204,7 @@ def test_verify_names_the_damaged_file(folder: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"format": 2}, "format 2"),
+        ({"format": 1}, "format 1"),
         ({"vocab_size": "many"}, "vocab_size"),
         ({"bos": 4096}, "bos"),
         (

@@ -108,7 +108,7 @@ def flags(tokens: TokenFolder) -> list[str]:
     ],
 )
 def test_all_ranks_end_and_one_sentence_says_why(kind: str, sentence: str, flags: list[str], tmp_path: Path) -> None:
-    done = torchrun(tmp_path, (kind, 1, 4), *flags, "--patience", "60" if kind == "stopped" else "3")
+    done = torchrun(tmp_path, (kind, 1, 4), *flags, "--timeout", "60" if kind == "stopped" else "3")
     assert done.returncode == 1
     assert len(told(done)) == 1, done.stderr
     assert sentence in told(done)[0]
@@ -213,7 +213,7 @@ def test_no_rank_outlives_a_killed_launcher(flags: list[str], tmp_path: Path) ->
 
 
 def test_ranks_whose_launcher_is_gone_do_not_wait_for_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The patience of a run is for ranks that are there; a store that torchrun keeps is there before them."""
+    """The timeout of a run is for ranks that are there; a store that torchrun keeps is there before them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -291,7 +291,7 @@ def test_what_is_asked_for_must_be_there() -> None:
     [
         (["--nproc", "2", "--backend", "nccl"], "--backend nccl needs a GPU"),
         (["--nproc", "2", "--max-restarts", "-1"], "--max-restarts is -1"),
-        (["--patience", "0"], "--patience is 0.0; it must be above 0."),
+        (["--timeout", "0"], "--timeout is 0.0; it must be above 0."),
         (["--max-restarts", "1"], "--max-restarts 1 goes with --nproc"),
     ],
 )

@@ -9,12 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from speedrun import cli
 from speedrun.data.shards import TokenFolder, write_shard
 from speedrun.experiments.plan import Entry
 from speedrun.experiments.race import Course
 from tests.conftest import make_token_folder
+
+cache_dir()  # sets TORCHINDUCTOR_CACHE_DIR, which torch would otherwise set during the first run of a race
 
 SMALL = (
     "model.layers=1 model.width=32 model.heads=2 optim.lr=0.01 schedule.rows=2 schedule.length=32 "

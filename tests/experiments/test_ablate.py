@@ -204,6 +204,10 @@ def test_jobs_share_the_cores(held_out: TokenFolder, speedrun: Speedrun, monkeyp
             timed=True,
             peak_memory={},
             finished=now(),
+            warmup_seconds=0.0,
+            wall_seconds=1.0,
+            cpu_seconds=1.0,
+            machine_load=None,
         )
         folder = Path(words[words.index("--out") + 1])
         folder.mkdir(parents=True)

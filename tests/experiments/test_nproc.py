@@ -106,7 +106,7 @@ def test_a_race_in_two_processes_stopped_killed_and_continued(
     assert not any(map(running, ranks))
     assert "001-A was interrupted; it starts again from step 0" in out
     assert sorted(p.name for p in (folder / "interrupted").iterdir()) == ["001-A-1", "001-A-2"]
-    assert [read_run(folder / "runs" / e.name).ranks for e in Plan.read(folder).entries] == [2] * 8
+    assert [read_run(folder / "runs" / e.name).world_size for e in Plan.read(folder).entries] == [2] * 8
     code, out, err = speedrun("verify", "race", "--replay", "--steps", "5")
     assert (code, err) == (0, "")
     assert out.count(": 2 processes trained there, one repeats it here") == 2

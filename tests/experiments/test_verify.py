@@ -140,6 +140,20 @@ def scale(run: Path, factor: float) -> None:
     edit_metrics(run, line)
 
 
+def hide_the_validations(race: Path) -> None:
+    """More time for validation than went by on the wall."""
+
+    def change(line: Json) -> None:
+        if line["kind"] == "val":
+            line["val_seconds"] = 1.5
+
+    edit_metrics(race / "runs/005-A", change)
+
+
+def claim_no_work(race: Path) -> None:
+    edit(race / "runs/005-A/result.json", lambda r: r.update(cpu_seconds=0.0))
+
+
 def scale_all_but_the_log(race: Path) -> None:
     scale(race / "runs/005-A", 0.9)
 
@@ -289,7 +303,7 @@ def resume_a_run(race: Path) -> None:
 
 def use_two_processes(race: Path) -> None:
     for run in (race / "runs").iterdir():
-        edit(run / "run.json", lambda about: about.update(ranks=2))
+        edit(run / "run.json", lambda about: about.update(world_size=2))
 
 
 def plan_two_processes(race: Path) -> None:
@@ -341,8 +355,10 @@ TAMPERING = {
     lower_result_and_metrics: "log.txt and metrics.jsonl disagree",
     lower_the_shadow_loss: "has the loss",
     shorten_the_time: "the clock at the last step was",
+    hide_the_validations: "s of training and validation in",
+    claim_no_work: "it claims 0.0 s of CPU time",
     scale_all_but_the_log: "log.txt and metrics.jsonl disagree",
-    slow_the_baseline_down_everywhere: "on its clock, but was over",
+    slow_the_baseline_down_everywhere: "s of warm-up, but was over",
     make_one_step_run_backwards: "the clock runs backwards at step",
     claim_more_tokens: "tokens, the recipe's steps have",
     claim_more_steps: "result.json has 40 steps, the recipe 4",

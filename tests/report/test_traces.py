@@ -19,7 +19,7 @@ def written(folder: Path, events: list[Event], rank: int = 0, **more: Any) -> Pa
     """A file as the profiler writes it."""
     file = folder / trace.FILES.replace("*", str(rank))
     found = [{"ph": "X", "cat": c, "name": n, "ts": 1e3 * a, "dur": 1e3 * (b - a)} for c, n, a, b in events]
-    about = {"recipe": "r", "order": "plain", "rank": rank, "ranks": 2}
+    about = {"recipe": "r", "order": "plain", "rank": rank, "world_size": 2}
     content = {"traceEvents": [{"ph": "M", "name": "process_name"}, *found], "speedrun": about, **more}
     file.write_bytes(gzip.compress(json.dumps(content).encode()))
     return file
@@ -60,7 +60,7 @@ def test_a_gpu_waits_while_nccl_alone_runs(tmp_path: Path) -> None:
 
 
 def test_what_is_recorded_is_read(tmp_path: Path) -> None:
-    about = {"recipe": "r", "order": "eager", "rank": 3, "ranks": 4}
+    about = {"recipe": "r", "order": "eager", "rank": 3, "world_size": 4}
     recorder = trace.recorder(torch.device("cpu"), 2, about)
     with recorder:
         for step in range(5):

@@ -91,16 +91,6 @@ def test_what_a_stored_recipe_cannot_have_is_named(part: str, field: str, value:
         recipe_from_dict(stored)
 
 
-def test_an_older_format_number_is_read_and_a_newer_one_is_not() -> None:
-    stored = to_dict(get_recipe("adamw", "pocket"))
-    assert recipe_from_dict({**stored, "format": 1}) == recipe_from_dict(stored)
-    with pytest.raises(UserError, match=r"run.json has format 2, .* reads formats up to 1. Update speedrun"):
-        recipe_from_dict({**stored, "format": 2})
-    for number in (0, "1", None, True, 1.0):
-        with pytest.raises(UserError, match=r"run.json is damaged at format: .* is not a format number. Restore it."):
-            recipe_from_dict({**stored, "format": number})
-
-
 def test_an_unknown_recipe_or_size_is_refused() -> None:
     with pytest.raises(UserError, match="Did you mean 'adamw'"):
         get_recipe("adam", "pocket")

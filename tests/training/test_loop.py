@@ -61,6 +61,9 @@ def test_a_run_learns_and_leaves_its_numbers(tokens: TokenFolder, tmp_path: Path
     assert result.timed is True
     assert result.val_loss == last
     assert result.tokens == 40 * 4 * 32
+    validated = sum(m["val_seconds"] for m in read_metrics(tmp_path / "run", "val"))
+    assert result.wall_seconds >= result.train_time + validated > result.train_time
+    assert result.cpu_seconds > 0
     assert read_result(tmp_path / "run").val_loss == last
     assert "step:40/40 val_loss:" in (tmp_path / "run" / "log.txt").read_text()
 
@@ -71,7 +74,7 @@ def test_a_run_tells_and_keeps_how_busy_others_were(
 ) -> None:
     monkeypatch.setattr("speedrun.training.load.Load.others", lambda _: cores)
     Loop(tiny_trainer(tokens, tmp_path / "run")).run()
-    assert read_result(tmp_path / "run").others == cores
+    assert read_result(tmp_path / "run").machine_load == cores
     said = (tmp_path / "run" / "log.txt").read_text()
     assert ("busy machine: other processes keep 0.8 of" in said) == told
 

@@ -31,7 +31,8 @@ DESCRIPTION: dict[str, Any] = {
     "options": Options(seed=7),
     "machine": ["device: cpu"],
     "threads": 1,
-    "ranks": 1,
+    "world_size": 1,
+    "dtype": "float32",
 }
 RESULT = Result(
     status="interrupted",
@@ -46,6 +47,10 @@ RESULT = Result(
     timed=False,
     peak_memory={"resident": 12.0},
     finished=runlog.now(),
+    warmup_seconds=0.5,
+    wall_seconds=2.0,
+    cpu_seconds=3.0,
+    machine_load=None,
 )
 
 
@@ -73,7 +78,7 @@ def lines(run: RunFolder) -> list[dict[str, Any]]:
 
 def test_a_new_run_describes_itself(run: RunFolder) -> None:
     written = json.loads((run.path / "run.json").read_text())
-    assert written["format"] == 1
+    assert written["format"] == 2
     assert {k: written[k] for k in DESCRIPTION} == plain(DESCRIPTION)
     read = read_run(run.path)
     assert (read.recipe, read.options) == (DESCRIPTION["recipe"], DESCRIPTION["options"])
@@ -150,7 +155,7 @@ def test_dataclasses_paths_dates_and_infinities_become_plain_json() -> None:
         (lambda p: p.write_text('{"seed": '), "damaged: Input data was truncated"),
         (lambda p: p.write_bytes(b"\xff\xfe\x00"), "damaged: JSON is malformed"),
         (lambda p: p.write_text("[1]"), "not a JSON object"),
-        (lambda p: p.write_text("{}"), "missing required field `recipe`"),
+        (lambda p: p.write_text('{"format": 2}'), "missing required field `recipe`"),
         (lambda p: (p.unlink(), p.mkdir()), "is a folder"),
     ],
 )
@@ -200,7 +205,7 @@ def test_nan_and_inf_are_strings_in_the_file_and_floats_for_us(run: RunFolder) -
 
 def test_kinds_are_read_apart_and_a_torn_line_does_not_count(run: RunFolder) -> None:
     run.metric({"step": 0, "kind": "train", "loss": 1.0, "lr": 1.0, "time": 0.5})
-    run.metric({"step": 1, "kind": "val", "loss": 1.0, "losses": {}, "time": 0.5})
+    run.metric({"step": 1, "kind": "val", "loss": 1.0, "losses": {}, "time": 0.5, "val_seconds": 0.1})
     with open(run.path / "metrics.jsonl", "a") as f:
         f.write('{"step": 1, "kind": "train", "lo')
     assert [m["step"] for m in read_metrics(run.path, "train")] == [0]
@@ -250,14 +255,14 @@ def recorded(path: Path) -> list[tuple[str, int]]:
 def simulate(run: RunFolder, begin: int, end: int, *, every: int = 2) -> None:
     """Steps begin .. end-1 as the loop writes them: validation before the first step and after every second."""
     if begin == 0:
-        run.metric({"step": 0, "kind": "val", "loss": 1.0, "losses": {}, "time": 0.5})
+        run.metric({"step": 0, "kind": "val", "loss": 1.0, "losses": {}, "time": 0.5, "val_seconds": 0.1})
     for step in range(begin, end):
         run.metric({"step": step, "kind": "train", "loss": 1.0, "lr": 1.0, "time": 0.5})
         if step == 3:
             run.metric({"step": step, "kind": "event"})
         if (step + 1) % every == 0:
             run.metric({"step": step, "kind": "telemetry"})
-            run.metric({"step": step + 1, "kind": "val", "loss": 1.0, "losses": {}, "time": 0.5})
+            run.metric({"step": step + 1, "kind": "val", "loss": 1.0, "losses": {}, "time": 0.5, "val_seconds": 0.1})
         run.log(f"step {step}")
 
 

@@ -136,11 +136,10 @@ class TokenFile:
     tokens: Count
     sha256: str
     """Empty: not known."""
-    bytes: int = 0
-    """Follows from the tokens, whatever the file says."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "bytes", HEADER_BYTES + TOKEN.itemsize * self.tokens)
+    @property
+    def bytes(self) -> int:
+        return HEADER_BYTES + TOKEN.itemsize * self.tokens
 
 
 @dataclass(frozen=True)

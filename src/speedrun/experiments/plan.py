@@ -14,7 +14,7 @@ from typing import Any
 
 from speedrun.errors import UserError
 from speedrun.experiments import statistics
-from speedrun.files import FORMAT, decode_json, from_json, read_bytes, write_json
+from speedrun.files import from_json, read_object, write_json
 from speedrun.training import telemetry
 from speedrun.training.config import Recipe, fields_of
 from speedrun.training.runlog import describe_devices, describe_environment, plain
@@ -46,13 +46,12 @@ class Entry:
 class Settings:
     """The same for all runs."""
 
-    device: str = "auto"
-    dtype: str = "auto"
-    """The arithmetic; `auto` is decided before a plan is written, so only earlier versions' plans have it."""
-    threads: int | None = None
-    attention: str = "auto"
-    compile: bool = True
-    nproc: int = 1
+    device: str
+    dtype: str
+    threads: int | None
+    attention: str
+    compile: bool
+    nproc: int
     """Processes of each run, on one machine."""
 
 
@@ -129,7 +128,7 @@ class Plan:
         return statistics.levels(self.alpha, runs)[number], statistics.levels(self.alpha, self.looks)[number]
 
     def to_json(self) -> dict[str, Any]:
-        value: dict[str, Any] = {"format": FORMAT, **plain(self)}
+        value: dict[str, Any] = plain(self)
         value["runs"] = [{"name": e.name, "seed": e.seed} for e in self.entries]
         value["levels"] = [dict(zip(("loss", "time"), self.levels(look), strict=True)) for look in self.looks]
         return dict(json.loads(json.dumps(plain(value))))
@@ -155,8 +154,8 @@ class Plan:
 
 
 def stored(folder: Path) -> dict[str, Any]:
-    """plan.json as it stands in the file, whichever version of the program wrote it."""
-    return decode_json(read_bytes(folder / PLAN, RESTORE), str(folder / PLAN), RESTORE)
+    """plan.json as it stands in the file, without its format number."""
+    return read_object(folder / PLAN, RESTORE)
 
 
 def check(plan: Plan) -> None:

@@ -23,7 +23,7 @@ from speedrun.experiments import statistics
 from speedrun.experiments.plan import PLAN, RESTORE, Plan, agree
 from speedrun.experiments.verdict import TEXT, VERDICT
 from speedrun.experiments.verification import ARCHIVE, INTERRUPTED, RUNS, Finding, examine, text_of, write_manifest
-from speedrun.files import decode_json, new_folder, read_json, write_atomic, write_json
+from speedrun.files import new_folder, read_json, read_object, write_atomic, write_json
 from speedrun.templates import render
 from speedrun.training.config import Recipe, differences, to_dict
 from speedrun.training.runlog import RUN, SOURCE, modules, plain, source_sha256
@@ -101,7 +101,7 @@ def submit(race: Path, name: str, root: Path) -> Path:
             if (race / part).is_dir():
                 shutil.copytree(race / part, made / part, ignore=left_out)
         for file in made.glob(f"*/*/{RUN}"):
-            write_json(file, anonymous(decode_json(file.read_bytes(), str(file), RESTORE)))
+            write_json(file, anonymous(read_object(file, RESTORE)))
         write_json(made / RECIPE, to_dict(plan.recipes["A"]))
         write_json(made / RECORD, plain(record))
         write_atomic(made / README, readme(record, plan, verdict))

@@ -78,8 +78,8 @@ def replay(run: Run, plan: Plan, steps: int, data: Path | None) -> Replay:
         getattr(here, k) != getattr(there, k) for k in ("cpu", "torch", "cpu_capability", "devices")
     ):
         inexact = "another kind of machine"
-    elif run.about.ranks > 1:
-        inexact = f"{run.about.ranks} processes trained there, one repeats it here"
+    elif run.about.world_size > 1:
+        inexact = f"{run.about.world_size} processes trained there, one repeats it here"
     allowed = TOLERANCE if inexact else 0.0
     problem, worst = None, 0.0
     for (what, mine), theirs in zip(again, told, strict=True):

@@ -6,19 +6,20 @@ what follows from the recipe, the seed, the track or the wall clock. Each disagr
 """
 
 import itertools
+import math
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from speedrun.errors import UserError
 from speedrun.experiments import plan as plans
 from speedrun.experiments.plan import PLAN, Entry, Plan
 from speedrun.experiments.statistics import ALPHA
 from speedrun.experiments.verdict import TEXT, VERDICT, Row, decided, judge, read_row, render
-from speedrun.files import decode_json, from_json, read_bytes, read_json, sha256_file, write_json
+from speedrun.files import read_json, sha256_file, write_json
 from speedrun.tracks import TRACKS
 from speedrun.training.config import Recipe, differences
 from speedrun.training.run import check_rules
@@ -119,9 +120,9 @@ def _belongs(run: Run, plan: Plan, plan_sha256: str, source: Path, recipe: Recip
     for name, value in wanted.items():
         if getattr(options, name) != value:
             yield f"its option {name} is {getattr(options, name)!r}, a run of this race has {value!r}"
-    if about.ranks != plan.settings.nproc:
-        yield f"it was made with --nproc {about.ranks}, planned was {plan.settings.nproc}"
-    if plan.settings.dtype not in ("auto", about.dtype):
+    if about.world_size != plan.settings.nproc:
+        yield f"it was made with --nproc {about.world_size}, planned was {plan.settings.nproc}"
+    if plan.settings.dtype != about.dtype:
         yield f"it was made with --dtype {about.dtype}, planned was {plan.settings.dtype}"
     if about.interruptions or run.result.resumed:
         yield "it was interrupted and resumed, so its time does not count"
@@ -220,15 +221,24 @@ def _ended(run: Run, plan: Plan, recipe: Recipe) -> Iterator[str]:
 
 def _clocks(run: Run) -> Iterator[str]:
     """The clock of a run stands still at times, but the clock on the wall does not."""
-    lasted = seconds_between(run.about.started, run.result.finished)
-    if lasted + ROUNDING < run.result.train_time:
-        yield f"it claims {run.result.train_time:.1f} s on its clock, but was over {lasted:.0f} s after its start"
+    result, lasted = run.result, seconds_between(run.about.started, run.result.finished)
+    claimed = result.train_time + sum(m["val_seconds"] for m in run.lines("val"))
+    if lasted + ROUNDING < claimed + result.warmup_seconds:
+        yield (
+            f"it claims {claimed:.1f} s of training and validation and {result.warmup_seconds:.1f} s of warm-up, but "
+            f"was over {lasted:.0f} s after its start"
+        )
+    if result.wall_seconds < claimed:
+        yield f"it claims {claimed:.1f} s of training and validation in {result.wall_seconds:.1f} s on the wall"
+    cores = run.machine.cores or math.inf
+    if run.ok and not 0 < result.cpu_seconds < cores * result.wall_seconds + ROUNDING:
+        yield f"it claims {result.cpu_seconds:.1f} s of CPU time in {result.wall_seconds:.1f} s on {cores} cores"
     taken = [datetime.fromisoformat(m["taken"]) for m in run.lines("telemetry")]
     stamps = [run.about.started, *taken, run.result.finished]
     if any(seconds_between(a, b) < 0 for a, b in itertools.pairwise(stamps)):
         yield "its dates are not in order: start, telemetry and end"
     for (a, since), (b, until) in itertools.pairwise(zip(taken, run.lines("val"), strict=True)):
-        if seconds_between(a, b) + ROUNDING < until["time"] - since["time"]:
+        if seconds_between(a, b) + ROUNDING < until["time"] - since["time"] + until["val_seconds"]:
             yield f"between steps {since['step']} and {until['step']} its clock went faster than the clock on the wall"
             return
 
@@ -427,16 +437,12 @@ def manifest_of(folder: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Manifest:
-    FORMAT: ClassVar[int] = 2
-    """Format 1 was the files alone, without a number."""
     files: dict[str, str]
     """sha256 by path."""
 
 
 def _manifest(folder: Path) -> Iterator[str]:
-    where = folder / MANIFEST
-    value = decode_json(read_bytes(where, UNFINISHED), str(where), UNFINISHED)
-    stored = from_json(value if "format" in value else {"files": value}, Manifest, str(where), UNFINISHED).files
+    stored = read_json(folder / MANIFEST, Manifest, UNFINISHED).files
     found = manifest_of(folder)
     for name in sorted({*stored, *found}):
         if name not in found:
@@ -448,4 +454,4 @@ def _manifest(folder: Path) -> Iterator[str]:
 
 
 def write_manifest(folder: Path) -> None:
-    write_json(folder / MANIFEST, {"files": manifest_of(folder)}, Manifest.FORMAT)
+    write_json(folder / MANIFEST, {"files": manifest_of(folder)})

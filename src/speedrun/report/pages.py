@@ -26,6 +26,8 @@ from speedrun.report.records import records_svg
 from speedrun.report.sections import Shown, facts, losses, machine, schedules, settings, timeline
 from speedrun.training.runlog import RESULT, RUN, Result, RunInfo, plain, read_metrics, read_result, read_run
 
+MEASURED = ("warmup_seconds", "wall_seconds", "cpu_seconds")
+
 
 def write_page(folders: Sequence[Path], out: Path | None = None) -> Path:
     """Write the page of these folders, by default beside the first one, and return its path."""
@@ -136,11 +138,12 @@ def about_run(about: RunInfo, result: Result | None) -> Section:
         ("seed", about.seed),
         ("started", about.started.isoformat()),
         ("finished", result and result.finished.isoformat()),
-        ("processes", about.ranks),
+        ("processes", about.world_size),
         ("threads", about.threads),
         ("devices", ", ".join(about.devices)),
         ("commit", git.get("commit") and f"{git['commit']}{' with changes' if git.get('dirty') else ''}"),
         ("interruptions", len(about.interruptions)),
+        *((name.replace("_", " "), f"{getattr(result, name):.1f}") for name in MEASURED if result),
         *((f"{name} loss", f"{loss:.4f}") for name, loss in (result.losses if result else {}).items()),
         *((k, v) for k, v in environment.items() if isinstance(v, str | int | float)),
         *sorted((environment.get("packages") or {}).items()),

@@ -10,7 +10,7 @@ SHOWN = 3  # waits named per rank
 
 def title(found: Sequence[trace.Summary]) -> str:
     about = found[0].about
-    ranks, steps = about.get("ranks", "?"), found[0].steps
+    ranks, steps = about.get("world_size", "?"), found[0].steps
     return f"{about.get('recipe', '?')}, {ranks} ranks, {about.get('order', '?')} order, {steps} steps"
 
 

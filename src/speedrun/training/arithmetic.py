@@ -23,7 +23,7 @@ import msgspec
 import torch
 
 from speedrun.checks import AboveZero, Positive
-from speedrun.errors import UserError
+from speedrun.errors import OtherVersion, UserError
 from speedrun.files import home, read_json, write_json
 from speedrun.model.config import GPTConfig
 from speedrun.training import telemetry
@@ -102,6 +102,8 @@ def choose_on_cpu(model: GPTConfig, tokens: int, threads: int) -> tuple[torch.dt
     stored: tuple[Tried, ...] = ()
     try:
         stored = read_json(file, Trials, "It is written anew.").trials if file.exists() else ()
+    except OtherVersion:
+        notes.append(f"{file} is of another version and written anew")
     except UserError as e:
         notes.append(str(e).rstrip("."))
     wanted = (processor(), str(torch.__version__), threads, shapes)

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -26,7 +26,7 @@ from torch import Tensor
 from speedrun.checks import Count
 from speedrun.errors import OtherVersion, UserError
 from speedrun.files import (
-    decode_json,
+    decode_file,
     explained,
     from_json,
     new_folder,
@@ -90,7 +90,7 @@ def save(
     sweep(folder, ".*.tmp-*")
     with new_folder(path) as temporary:
         _save_tensors(temporary / TENSORS, tensors)
-        write_json(temporary / STATE, {"step": step, "state": state}, _State.FORMAT)
+        write_json(temporary / STATE, {"step": step, "state": state})
         files = {
             name: {"bytes": (temporary / name).stat().st_size, "sha256": sha256_file(temporary / name)}
             for name in (TENSORS, STATE)
@@ -149,7 +149,8 @@ def load(path: Path) -> Checkpoint:
         content = read_bytes(path / STATE, "")
     _check(path, STATE, files, len(content), hashlib.sha256(content).hexdigest)
     with _readable(path, STATE):
-        document = from_json(decode_json(content, STATE, ""), _State, STATE, "")
+        where = str(path / STATE)
+        document = from_json(decode_file(content, where, ""), _State, where, "")
     if document.step != step:
         raise DamagedCheckpoint(path, f"{STATE} is of step {document.step}, {MANIFEST} of step {step}")
 
@@ -221,8 +222,6 @@ class _Manifest:
 
 @dataclass(frozen=True)
 class _State:
-    FORMAT: ClassVar[int] = 2
-
     step: Count
     state: dict[str, Any]
 

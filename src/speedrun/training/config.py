@@ -17,7 +17,7 @@ from speedrun.data.loader import LoaderConfig
 from speedrun.errors import UserError, nearest
 from speedrun.model.gpt import GPTConfig
 from speedrun.training.device import CompilerConfig
-from speedrun.training.distributed import PATIENCE
+from speedrun.training.distributed import TIMEOUT
 from speedrun.training.optimizers import OptimConfig
 from speedrun.training.schedule import ScheduleConfig
 
@@ -147,7 +147,7 @@ class Options:
     """Also measure the loss on the shadow split at the end, outside the clock: for proof, never for tuning."""
     plan: str | None = None
     """Set by `speedrun race`: the sha256 of the plan that this run belongs to."""
-    patience: AboveZero = PATIENCE
+    timeout: AboveZero = TIMEOUT
     """With several processes: seconds to wait for one that hangs; four times as long while they compile."""
     backend: Annotated[str, Meta(pattern="^(auto|gloo|nccl)$")] = "auto"
     """With several processes: auto, gloo or nccl; auto takes nccl on GPUs."""

@@ -24,7 +24,7 @@ from speedrun.errors import UserError
 from speedrun.optim.sharded import Comm
 from speedrun.training.watchdog import LONG, Watchdog
 
-PATIENCE = 300.0  # seconds a rank waits for another before it gives up; four times as long while something compiles
+TIMEOUT = 300.0  # seconds a rank waits for another before it gives up; four times as long while something compiles
 GRACE = 4.0  # seconds in which rank 0 may leave first
 REACHED = 10.0  # seconds in which a store that is there already is reached
 
@@ -92,7 +92,7 @@ def choose_backend(asked: str, device: torch.device) -> str:
 
 @contextlib.contextmanager
 def joined(
-    device: torch.device, patience: float = PATIENCE, backend: str = "auto"
+    device: torch.device, timeout: float = TIMEOUT, backend: str = "auto"
 ) -> Iterator[tuple[Comm, Watchdog | None]]:
     """The ranks of this run, and their watchdog; alone when there is one process."""
     backend = choose_backend(backend, device)
@@ -100,7 +100,7 @@ def joined(
         yield Comm(), None
         return
     # The watch gives up first, and says why; this is for the case that it cannot.
-    limit = datetime.timedelta(seconds=(LONG + 1) * patience)
+    limit = datetime.timedelta(seconds=(LONG + 1) * timeout)
     store = meeting_point(limit)
     try:
         dist.init_process_group(
@@ -116,7 +116,7 @@ def joined(
         raise UserError(f"Not all of {ranks()} ranks came within {limit.total_seconds():g} s: {why}.") from e
     comm = Comm.of(None)
     store = PrefixStore("watchdog", store.clone())
-    watchdog = Watchdog(comm.rank, comm.size, store, patience)
+    watchdog = Watchdog(comm.rank, comm.size, store, timeout)
     try:
         yield comm, watchdog
     except UserError as e:

@@ -41,13 +41,18 @@ class Loop:
         self.trainer, self.job, self.recipe = trainer, trainer.job, trainer.recipe
         self.options, self.folder, self.comm = trainer.job.options, trainer.job.folder, trainer.comm
         self.steps = self.recipe.schedule.total
-        ranks = {"rank": self.comm.rank, "ranks": self.comm.size}
-        about = {"recipe": self.recipe.name, "order": self.options.order, **ranks}
+        place = {"rank": self.comm.rank, "world_size": self.comm.size}
+        about = {"recipe": self.recipe.name, "order": self.options.order, **place}
         traced = self.options.trace
         self.profiler = trace.recorder(trainer.device, traced, about) if traced else None
         self.state = TrainState(Clock(trainer.device))
-        self.load, self.pace = Load(), Pace()
+        self.pace = Pace()
+        self.start_measuring()
         self.told_busy = False
+
+    def start_measuring(self) -> None:
+        """What wall_seconds, cpu_seconds and machine_load of the result count from."""
+        self.load, self.wall_start, self.cpu_start = Load(), time.perf_counter(), time.process_time()
 
     # ---------------------------------------------------------------- before the first step
 
@@ -125,7 +130,7 @@ class Loop:
         losses: dict[str, float] = {}
         validations = set(self.recipe.validation.moments(steps))
         self.tell_if_busy()
-        self.load = Load()
+        self.start_measuring()
         state.clock.start()
         if state.start == 0 and 0 in validations:
             self.validation(0)
@@ -171,7 +176,7 @@ class Loop:
         weights = {"weights": [before, fingerprint(model)]} if proven else {}
         loss, seconds, snapshot = losses[splits[0]], state.clock.seconds, telemetry.snapshot()
         self.folder.metric({"kind": "telemetry", "step": max(0, done - 1), **snapshot})
-        measured = {"loss": loss, "losses": losses, "time": seconds, "seconds": took, **weights}
+        measured = {"loss": loss, "losses": losses, "time": seconds, "val_seconds": took, **weights}
         self.folder.metric({"kind": "val", "step": done, **measured})
         self.folder.log(val_line(done, self.steps, loss, 1000 * seconds, self.options.curve))
         self.folder.log(telemetry.summary(snapshot), show=False)
@@ -196,9 +201,10 @@ class Loop:
             self.job.say(line)
             self.told_busy = True
 
-    def finish(self, warm_up: float, status: Status, reason: str | None, losses: dict[str, float]) -> Result:
+    def finish(self, warmup_seconds: float, status: Status, reason: str | None, losses: dict[str, float]) -> Result:
         """Write the trace, the final checkpoint and result.json."""
-        state, others = self.state, self.load.others()
+        wall_seconds, cpu_seconds = time.perf_counter() - self.wall_start, time.process_time() - self.cpu_start
+        state, machine_load = self.state, self.load.others()
         if status == "ok" and self.profiler:
             written = trace.write(self.profiler, self.folder.path, self.comm.rank)
             self.job.say(f"trace of every rank, such as {written}")
@@ -218,8 +224,10 @@ class Loop:
             timed=status == "ok" and not state.resumed,
             peak_memory=telemetry.peak_memory_mib(self.trainer.device),
             finished=now(),
-            warm_up=warm_up,
-            others=others,
+            warmup_seconds=warmup_seconds,
+            wall_seconds=wall_seconds,
+            cpu_seconds=sum(self.comm.all_gather_object(cpu_seconds)),
+            machine_load=machine_load,
         )
         self.folder.finish(result)
         return result

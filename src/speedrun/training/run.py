@@ -106,7 +106,7 @@ def _run(
     recipe = fit_to_tokens(recipe, tokens, track)
     check_supply(recipe, tokens, track)
     options = dataclasses.replace(options, val_tokens=track.val_tokens)
-    with joined(machine.device, options.patience, options.backend) as (comm, watchdog):
+    with joined(machine.device, options.timeout, options.backend) as (comm, watchdog):
         check_ranks(recipe, comm.size)
         notices: list[str] = []
         saved = None if fresh else checkpoint.newest_good(NullRunFolder(path).checkpoints, notice=notices.append)
@@ -137,7 +137,7 @@ def _start(job: Job, track: Track) -> Result:
         "machine": machine.lines(),
         "threads": machine.threads,
         "dtype": machine.dtype_name,
-        "ranks": job.comm.size,
+        "world_size": job.comm.size,
     }
     made = [p for p in (path, *path.parents) if not p.exists()]
     folder = RunFolder.create(path, description, console=job.progress.line)
@@ -178,8 +178,8 @@ def _resume(job: Job, saved: checkpoint.Checkpoint | None, notices: list[str]) -
         about = read_run(path)
         for notice in notices:  # only now: a resume that cannot go on must not even touch the log
             folder.log(notice)
-        if job.comm.size != about.ranks:
-            folder.log(f"{job.comm.size} ranks, {about.ranks} before: losses may differ in the last bits")
+        if job.comm.size != about.world_size:
+            folder.log(f"{job.comm.size} ranks, {about.world_size} before: losses may differ in the last bits")
         if job.machine.threads != about.threads:
             folder.log(f"{job.machine.threads} threads, {about.threads} before: losses may differ in the last bits")
         step = 0 if saved is None else saved.step

@@ -61,7 +61,7 @@ class RunData:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """run.json: what ran. Its format number is that of the whole run folder."""
+    """run.json: what ran. Its format number is also that of metrics.jsonl."""
 
     recipe: Recipe
     track: str
@@ -78,9 +78,10 @@ class RunInfo:
     devices: tuple[str, ...]
     environment: dict[str, Any]
     source_sha256: str
-    ranks: Positive = 1
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """The arithmetic, as it was chosen or asked for."""
+    world_size: Positive
+    """Number of processes."""
+    dtype: Literal["float32", "bfloat16"]
+    """Of matrix products, as chosen or asked for."""
     interruptions: tuple[dict[str, Any], ...] = ()
 
 
@@ -106,10 +107,14 @@ class Result:
     peak_memory: dict[str, float]
     """MiB."""
     finished: datetime
-    warm_up: Seconds | None = None
-    """Seconds before the clock started: compiling, and a visit of every shape."""
-    others: NotNegative | None = None
-    """Cores that other processes kept busy, on average, while the run trained; None: it is not known."""
+    warmup_seconds: Seconds
+    """Before the clock started: compiling, and a visit of every shape."""
+    wall_seconds: Seconds
+    """From the first step to the last, validations included. After a resume: from the first step after it."""
+    cpu_seconds: Seconds
+    """CPU time of all processes of the run in these seconds."""
+    machine_load: NotNegative | None
+    """Cores that other processes kept busy in these seconds, on average; None: unknown."""
 
     def __post_init__(self) -> None:
         if (self.status == "ok") != (self.val_loss is not None):
@@ -136,10 +141,10 @@ class ValLine:
     loss: float
     losses: dict[str, float]
     time: Seconds
+    val_seconds: Seconds
+    """Of this validation, outside the clock."""
     weights: tuple[str, str] | None = None
     """Hashes of all weights before and after, in a race: validation must be forward only."""
-    seconds: Seconds = 0.0
-    """That it took, outside the clock; 0: not known."""
 
 
 LINES: dict[str, type] = {"train": TrainLine, "val": ValLine}  # others have whatever the machine offers

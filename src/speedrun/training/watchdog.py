@@ -20,7 +20,7 @@ BEAT = 0.5  # seconds between two signs of life
 SILENCE = 40  # beats without one, and a rank counts as lost: its machine is gone, or the process is stopped
 QUIET = 2  # the same when nobody gets further
 BROKEN = 6  # the same when a connection between ranks has broken
-LONG = 4  # a step may take so many times the patience while it compiles
+LONG = 4  # a step may take so many times the timeout while it compiles
 
 
 class Sign(NamedTuple):
@@ -40,10 +40,10 @@ class Watchdog:
     holds up both sides alike.
     """
 
-    def __init__(self, rank: int, size: int, store: Any, patience: float) -> None:
-        self.rank, self.store, self.patience = rank, store, patience
+    def __init__(self, rank: int, size: int, store: Any, timeout: float) -> None:
+        self.rank, self.store, self.timeout = rank, store, timeout
         self.silence, self.moved = SILENCE, time.monotonic()  # when any rank last got further
-        self.sign = Sign(0.0, 0, "starting", LONG * patience)
+        self.sign = Sign(0.0, 0, "starting", LONG * timeout)
         self.signs, self.missed = [self.sign] * size, [0] * size
         self.aside = store.clone()  # the thread's own connection: one that waits for something would hold it up
         self._exchange()  # waits until all are here, so that no later one has to
@@ -53,7 +53,7 @@ class Watchdog:
 
     def progress(self, doing: str, *, compiling: bool = False) -> None:
         """The main thread has come so far. Cheap: the thread passes it on."""
-        self.sign = Sign(0.0, self.sign.place + 1, doing, self.patience * (LONG if compiling else 1))
+        self.sign = Sign(0.0, self.sign.place + 1, doing, self.timeout * (LONG if compiling else 1))
 
     def close(self) -> None:
         self.closing.set()
