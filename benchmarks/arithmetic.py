@@ -38,8 +38,8 @@ def step_seconds(name: str, rounds: int, compiled: bool) -> dict[str, float]:
         progress, folder = Progress(1, quiet=True), NullRunFolder(Path("nowhere"))
         trainers[dtype] = Trainer(Job(recipe, tokens, choose("cpu", dtype), options, folder, progress))
     stage = recipe.schedule.at(0)
-    ids = torch.randint(tokens.vocab_size, (stage.rows, stage.length + 1))
-    starts = tuple(torch.tensor([0]).numpy() for _ in range(stage.rows))
+    ids = torch.randint(tokens.vocab_size, (stage.batch_size, stage.seq_len + 1))
+    starts = tuple(torch.tensor([0]).numpy() for _ in range(stage.batch_size))
     batch = Batch(ids[:, :-1], ids[:, 1:], starts if recipe.loader.packing == "documents" else None, {})
     times: dict[str, list[float]] = {dtype: [] for dtype in trainers}
     for _ in range(3 + rounds):

@@ -36,8 +36,8 @@ def both_passes(call: Callable[..., Tensor], B: int, T: int, H: int, K: int) -> 
     return step
 
 
-def dense(T: int, window: int, documents_BT: Tensor | None = None) -> Callable[..., Tensor]:
-    mask = document_mask(torch.zeros(1, T) if documents_BT is None else documents_BT, window)
+def dense(T: int, window: int, doc_ids_BT: Tensor | None = None) -> Callable[..., Tensor]:
+    mask = document_mask(torch.zeros(1, T) if doc_ids_BT is None else doc_ids_BT, window)
 
     def call(*qkv: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in qkv)
@@ -82,7 +82,7 @@ def main() -> None:
     for window in (16, 32, 48, 64, 96, 128):
 
         def chosen(*qkv: Tensor, window: int = window) -> Tensor:
-            return attend(*qkv, documents_BT=documents, window=window)
+            return attend(*qkv, doc_ids_BT=documents, window=window)
 
         def blocks(*qkv: Tensor, window: int = window) -> Tensor:
             mask = local_mask(256, documents.device, documents, window)

@@ -219,7 +219,7 @@ def step_on(recipe: Recipe, order: str, ranks: int, link: Link, speed: Speed, bu
     plans = plan_buckets(param_refs(members, {}), ranks, buckets)
     stage = recipe.schedule.at(0)
     tokens = stage.tokens / ranks
-    backward = 2 / 3 * tokens * flops_per_token(recipe.model, stage.length) / speed.flops
+    backward = 2 / 3 * tokens * flops_per_token(recipe.model, stage.seq_len) / speed.flops
     # Gradients of tables come all through the backward pass: those near the head first, the embedding's last of all.
     early = early_reductions(plans, order)
     when = {label: -backward * (1 - (k + 1) / len(early)) for k, label in enumerate(early)}

@@ -44,10 +44,10 @@ def our_step(recipe: Recipe, ids: torch.Tensor) -> Callable[[], None]:
 def bare_matmuls(config: GPTConfig, rows: int, length: int) -> Callable[[], None]:
     """Every matmul of a step and nothing else: y = x W^T, dx = g W, dW = g^T x, and those of attention."""
     tokens, d = rows * length, config.width
-    shapes = [(3 * d, d), (d, d), (config.mlp_width, d), (d, config.mlp_width)] * config.layers + [(config.vocab, d)]
+    shapes = [(3 * d, d), (d, d), (config.mlp_dim, d), (d, config.mlp_dim)] * config.layers + [(config.vocab, d)]
     linear = [(torch.randn(tokens, i), torch.randn(o, i), torch.randn(tokens, o)) for o, i in shapes]
     heads = rows * config.heads
-    q, k, v = (torch.randn(heads, length, config.head_width) for _ in range(3))
+    q, k, v = (torch.randn(heads, length, config.head_dim) for _ in range(3))
     scores = torch.randn(heads, length, length)
 
     def step() -> None:
@@ -76,7 +76,7 @@ def peer_step(config: GPTConfig, ids: torch.Tensor, lr: float, compile_it: bool)
             n_embd=config.width,
             n_layer=config.layers,
             n_head=config.heads,
-            n_inner=config.mlp_width,
+            n_inner=config.mlp_dim,
             resid_pdrop=0.0,
             embd_pdrop=0.0,
             attn_pdrop=0.0,

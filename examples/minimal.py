@@ -94,7 +94,7 @@ def train(
             break
 
         stage = schedule.at(step)
-        batch = loader.next(stage.rows, stage.length)
+        batch = loader.next(stage.batch_size, stage.seq_len)
 
         # Forward and backward. The model gives the sum over the tokens; dividing by their number makes it the mean.
         loss = loss_sum(model, batch, stage, machine) / batch.counted
@@ -112,8 +112,8 @@ def train(
 
         # Some recipes train one table as embedding and head, and part them on the way. The head also gets what the
         # optimizer knows about the table: its averages of earlier gradients.
-        if stage.splits and model.head is not None:
-            model.split_head()
+        if stage.untie and model.head is not None:
+            model.untie_head()
             optimizer.copy_state(model.embed, model.head)
 
         train_losses.append(loss.item())
@@ -126,11 +126,11 @@ def train(
 def validate(model: GPT, recipe: Recipe, tokens: TokenFolder, machine: Machine, done: int) -> float:
     """Mean loss over every token of the validation split, after `done` steps."""
     # Whatever training predicts, what counts is the next token.
-    stage = replace(recipe.schedule.after(done), predict=(1.0,))
+    stage = replace(recipe.schedule.after(done), mtp_weights=(1.0,))
     batches = validation_batches(
         tokens.shards("val"),
-        rows=recipe.validation.rows,
-        length=recipe.validation.length,
+        batch_size=recipe.validation.rows,
+        seq_len=recipe.validation.length,
         bos=tokens.bos,
         vocab_size=tokens.vocab_size,
         packing=recipe.loader.packing,
@@ -150,14 +150,14 @@ def loss_sum(model: GPT, batch: Batch, stage: Stage, machine: Machine) -> Tensor
     # Attention looks only so many tokens back, further and further during a run; YaRN fits the positions to it.
     # `for_rows` puts windows in the form that `speedrun train` computes with, so that the last bits agree.
     windows = None if stage.windows is None else stage.windows.for_rows(batch.inputs.shape[1], device)
-    model.stretch(stage.windows_so_far)
+    model.apply_yarn(stage.window_history)
     with machine.arithmetic():  # bfloat16 where the chip is fast at it
         loss: Tensor = model(
             batch.inputs.to(device),
             batch.targets.to(device),
             None if doc_ids is None else Documents(doc_ids.to(device)),
             windows=windows,
-            predict_M=torch.tensor(stage.predict, device=device),  # weights of the next token, the second next...
+            mtp_weights_M=torch.tensor(stage.mtp_weights, device=device),  # of the next token, the second next...
             tied=stage.tied,
         )
     return loss

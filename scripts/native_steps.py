@@ -79,19 +79,19 @@ def as_on_the_web(document: str) -> str:
 
 def small(stage: Stage) -> Stage:
     """The stage as it is, but with a batch of 2,048 tokens."""
-    length = min(stage.length, BATCH)
+    length = min(stage.seq_len, BATCH)
     return dataclasses.replace(stage, rows=BATCH // length, length=length)
 
 
 def first_batch(recipe: Recipe, tokens: TokenFolder) -> Batch:
     stage = small(recipe.schedule.at(0))
     loader = Loader(tokens.shards("train"), recipe.loader, bos=tokens.bos, vocab_size=tokens.vocab_size, seed=0)
-    return loader.next(stage.rows, stage.length)
+    return loader.next(stage.batch_size, stage.seq_len)
 
 
 @torch.no_grad()
 def next_token_loss(trainer: Trainer, batch: Batch, stage: Stage) -> float:
-    trainer.model.stretch(stage.windows_so_far)
+    trainer.model.apply_yarn(stage.window_history)
     return float(trainer.micro_loss(batch, small(stage))) / batch.targets.numel()
 
 
@@ -156,7 +156,7 @@ def examine(name: str, tokens: TokenFolder, folder: Path) -> bool:
         trained = trainer.step(stage, batch)
         took = time.perf_counter() - began
         losses.append(next_token_loss(trainer, batch, stage))
-        weights = " + ".join(f"{w:.4g}" for w in stage.predict)
+        weights = " + ".join(f"{w:.4g}" for w in stage.mtp_weights)
         say(
             name,
             f"step {s}: training loss {trained:.4f} (weights {weights}), next token {losses[-2]:.4f} -> "

@@ -358,7 +358,7 @@ def test_a_dry_run_of_a_record_needs_neither_its_data_nor_its_memory(
     assert done.code == 2
     assert "There are no FineWeb train and no val shards in" in done.said
     assert "NorMuon" in done.out
-    assert "tied, then split" in done.out
+    assert "tied, then untied" in done.out
     assert list(tmp_path.iterdir()) == []
 
 

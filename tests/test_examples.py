@@ -74,9 +74,9 @@ def test_everything_happens_in_the_few_steps() -> None:
     assert final.long == 96
     s = short("interleaved").schedule
     stages = [s.at(step) for step in range(s.total)]
-    assert {len(stage.predict) for stage in stages} == {1, 2, 3}
-    assert {stage.rows for stage in stages} == {1, 2, 3}
-    assert any(stage.splits for stage in stages[:-1])
+    assert {len(stage.mtp_weights) for stage in stages} == {1, 2, 3}
+    assert {stage.batch_size for stage in stages} == {1, 2, 3}
+    assert any(stage.untie for stage in stages[:-1])
 
 
 @pytest.mark.parametrize("name", [*LINEAGE, *VARIANTS])

@@ -42,10 +42,10 @@ def test_every_kind_of_step_is_measured(tmp_path: Path) -> None:
     told = report(0, 1, str(tmp_path / "report.md"))
     text = (tmp_path / "report.md").read_text()
     kinds = gpu_report.kinds_of_steps(tiny("interleaved"))
-    assert len({(s.rows, len(s.predict), s.tied) for s in kinds}) == len(kinds) > 2
+    assert len({(s.batch_size, len(s.mtp_weights), s.tied) for s in kinds}) == len(kinds) > 2
     for stage in kinds:
-        lines = table(text, f"Step {stage.step}, {stage.rows} x {stage.length} tokens")
-        assert lines["passes over the model"] == ("-", f"1 of {stage.rows} rows")
+        lines = table(text, f"Step {stage.step}, {stage.batch_size} x {stage.seq_len} tokens")
+        assert lines["passes over the model"] == ("-", f"1 of {stage.batch_size} rows")
         assert lines["kernel launches"] == ("not predicted", "no GPU")
         assert "tokens per second" in lines["step"][1]
     assert "ms" in table(text, "Validation")["batch"][1]
@@ -69,13 +69,13 @@ def test_predictions_come_from_the_table(tmp_path: Path, monkeypatch: pytest.Mon
     stage = recipe.schedule.at(0)
     part = {"launches": 111, "bytes": 5 * 10**9}
     row = {"graph": memory.graph_of(recipe, stage, "sdpa"), "rows": 1, "peak": 2**30, "forward": part, "backward": part}
-    steps = [{"launches": n, "syncs": n // 10, "copies": 4, "passes": stage.rows} for n in (50, 70)]
+    steps = [{"launches": n, "syncs": n // 10, "copies": 4, "passes": stage.batch_size} for n in (50, 70)]
     rows = [
         {**row, "name": "interleaved from step 0"},
         {**steps[0], "name": "step of interleaved, 1 GPU, Adam waits"},
         {**steps[1], "name": "step of interleaved, 1 GPU, Adam steps"},
         {**steps[1], "name": "step of interleaved, 8 ranks, Adam steps"},
-        {**steps[1], "name": "step of interleaved, 1 GPU, other passes", "passes": stage.rows + 1},
+        {**steps[1], "name": "step of interleaved, 1 GPU, other passes", "passes": stage.batch_size + 1},
     ]
     for module in (memory, gpu_report):
         monkeypatch.setattr(module, "table", lambda: rows)
@@ -84,9 +84,9 @@ def test_predictions_come_from_the_table(tmp_path: Path, monkeypatch: pytest.Mon
     trainer = made_up_trainer(recipe, machine)
     trainer.fitting = {stage.shape: 1}
     found = {line.what: line for line in gpu_report.step_lines(trainer, stage, 1)}
-    assert found["kernel launches"].predicted == f"{222 * stage.rows + 50} or {222 * stage.rows + 70}"
+    assert found["kernel launches"].predicted == f"{222 * stage.batch_size + 50} or {222 * stage.batch_size + 70}"
     assert found["host syncs"].predicted == "9 or 11", "copies are waited for"
-    assert found["bytes that kernels touch"].predicted == f"{10 * stage.rows:.1f} GB"
+    assert found["bytes that kernels touch"].predicted == f"{10 * stage.batch_size:.1f} GB"
     assert found["bytes that kernels touch"].measured.startswith("if so, ")
     m = memory.memory_of(recipe, machine, Options())
     assert found["memory at most"].predicted == memory.gib(m.fixed - m.warm_up + 2**30)

@@ -55,8 +55,8 @@ class Case:
     def shape(self) -> tuple[int, int]:
         """Rows and length of what one of eight GPUs has at once; a small GPU has a row."""
         v = self.whole.validation
-        rows = 1 if self.recipe in PRESETS else -(-self.stage.rows // GPUS)
-        return (rows, self.stage.length) if self.training else (v.rows, v.length)
+        rows = 1 if self.recipe in PRESETS else -(-self.stage.batch_size // GPUS)
+        return (rows, self.stage.seq_len) if self.training else (v.rows, v.length)
 
     def key(self, kernels: str) -> dict[str, Any]:
         """By which the package finds the numbers."""
@@ -72,7 +72,7 @@ def cases() -> list[Case]:
     for name, track in NATIVE:
         schedule = get_recipe(name, track).schedule
         for stage in schedule.visits():
-            graph = name, stage.rows, stage.length, len(stage.predict), stage.tied
+            graph = name, stage.batch_size, stage.seq_len, len(stage.mtp_weights), stage.tied
             found.setdefault(graph, Case(name, track, stage.step))
         found[name,] = Case(name, track, schedule.total, training=False)
     return list(found.values())
@@ -82,7 +82,7 @@ def lower_stage(case: Case, attention: Backend) -> list[Lowered]:
     """Forward and backward pass of the rows that one of eight GPUs has in this stage, or a validation's forward."""
     recipe, stage, (rows, length) = case.whole, case.stage, case.shape
     packed = recipe.loader.packing == "documents"
-    longest = recipe.loader.max_document if case.training else recipe.validation_max_document
+    max_seqlen = recipe.loader.max_document if case.training else recipe.validation_max_document
     with FakeTensorMode(allow_non_fake_inputs=True):
         with torch.device("cuda:0"):
             model = GPT(recipe.model, length, attention)
@@ -90,11 +90,12 @@ def lower_stage(case: Case, attention: Backend) -> list[Lowered]:
                 model.store_matrices(torch.bfloat16)
             ids = torch.zeros(rows, length, dtype=torch.long)
             cu_seqlens = torch.zeros(DOCUMENTS * rows + 1, dtype=torch.int32)
-            documents = Documents(torch.zeros_like(ids), cu_seqlens, longest) if packed else None
-            predict = torch.zeros(len(stage.predict)) if case.training and len(stage.predict) > 1 else None
+            documents = Documents(torch.zeros_like(ids), cu_seqlens, max_seqlen) if packed else None
+            predicted = len(stage.mtp_weights) if case.training else 1
+            mtp_weights = torch.zeros(predicted) if predicted > 1 else None
         torch._dynamo.mark_dynamic(cu_seqlens, 0)
         with torch.set_grad_enabled(case.training):
-            return lower(model, ids, ids, documents, windows=stage.windows, predict_M=predict, tied=stage.tied)
+            return lower(model, ids, ids, documents, windows=stage.windows, mtp_weights_M=mtp_weights, tied=stage.tied)
 
 
 def lower_loss(tokens: int) -> list[Lowered]:
@@ -119,35 +120,37 @@ def unavailable(*_: Any) -> Any:
 
 @torch.library.custom_op("bench::fa3_forward", mutates_args=(), device_types="cuda")
 def fa3_forward(
-    q: Tensor, k: Tensor, v: Tensor, edges: Tensor, longest: int, scale: float, left: int
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, left: int
 ) -> tuple[Tensor, Tensor]:
     return unavailable()
 
 
 @fa3_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, edges: Tensor, longest: int, scale: float, left: int) -> tuple[Tensor, Tensor]:
+def _(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, left: int
+) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
 @torch.library.custom_op("bench::fa3_backward", mutates_args=(), device_types="cuda")
 def fa3_backward(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, sums: Tensor, edges: Tensor, longest: int, scale: float,
-    left: int,
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, sums: Tensor, cu_seqlens: Tensor, max_seqlen: int,
+    scale: float, left: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return unavailable()
 
 
 @fa3_backward.register_fake
 def _(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, sums: Tensor, edges: Tensor, longest: int, scale: float,
-    left: int,
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, sums: Tensor, cu_seqlens: Tensor, max_seqlen: int,
+    scale: float, left: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, edges, *ctx.numbers = inputs
-    ctx.save_for_backward(q, k, v, *output, edges)
+    q, k, v, cu_seqlens, *ctx.numbers = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
 
 
 def backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:

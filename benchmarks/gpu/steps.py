@@ -98,10 +98,10 @@ def summary(counted: Launches) -> dict[str, Any]:
 
 
 def made_up(recipe: Recipe, stage: Stage) -> Batch:
-    ids = torch.zeros(stage.rows, stage.length, dtype=torch.long)
+    ids = torch.zeros(stage.batch_size, stage.seq_len, dtype=torch.long)
     packed = recipe.loader.packing == "documents"
-    starts = np.arange(DOCUMENTS) * (stage.length // DOCUMENTS)
-    return Batch(ids, ids.clone(), (starts,) * stage.rows if packed else None, {}, recipe.loader.max_document)
+    starts = np.arange(DOCUMENTS) * (stage.seq_len // DOCUMENTS)
+    return Batch(ids, ids.clone(), (starts,) * stage.batch_size if packed else None, {}, recipe.loader.max_document)
 
 
 def made_up_trainer(recipe: Recipe, backend: Backend) -> Trainer:

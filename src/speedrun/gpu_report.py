@@ -76,7 +76,7 @@ def sections(
         quiet = Progress(recipe.schedule.total, quiet=True)
         trainer = Trainer(Job(recipe, tokens, machine, options, nowhere, quiet, comm))
         for stage in kinds_of_steps(recipe):
-            yield f"Step {stage.step}, {stage.rows} x {stage.length} tokens", step_lines(trainer, stage, steps)
+            yield f"Step {stage.step}, {stage.batch_size} x {stage.seq_len} tokens", step_lines(trainer, stage, steps)
         v = recipe.validation
         yield f"Validation, {v.rows} x {v.length} tokens", validation_lines(trainer)
         if comm.size > 1:
@@ -103,7 +103,7 @@ def section(title: str, lines: list[Line]) -> str:
 
 
 def parity(recipe: Recipe, machine: Machine) -> list[Line]:
-    found = attention_errors(machine.attention, machine, recipe.model.head_width, recipe.model.attention_scale or None)
+    found = attention_errors(machine.attention, machine, recipe.model.head_dim, recipe.model.attention_scale or None)
     lines = [judged(f"attention by {machine.attention}, {what}", e, ATTENTION_LIMIT) for what, e in found]
     if recipe.model.fp8_head:
         lines += [judged(f"8-bit head, {what}", e, FP8_LIMIT) for what, e in fp8_errors(recipe, machine)]
@@ -133,7 +133,7 @@ def attention_errors(
         results = []
         for function in (functools.partial(attend, backend=backend), reference_attend):
             leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-            y = function(*leaves, documents_BT=documents, window=window, scale=scale)
+            y = function(*leaves, doc_ids_BT=documents, window=window, scale=scale)
             results.append([y.detach(), *torch.autograd.grad(y, leaves, g)])
         for what, ours, plain in zip(("output", "dq", "dk", "dv"), *results, strict=True):
             yield f"window {window}: {what}", relative(ours, plain)
@@ -163,7 +163,7 @@ def kinds_of_steps(recipe: Recipe) -> list[Stage]:
     """One stage of each compiled graph and batch; those that differ in windows alone are alike here."""
     found: dict[tuple[object, ...], Stage] = {}
     for stage in recipe.schedule.visits():
-        found.setdefault((stage.rows, stage.length, len(stage.predict), stage.tied), stage)
+        found.setdefault((stage.batch_size, stage.seq_len, len(stage.mtp_weights), stage.tied), stage)
     return list(found.values())
 
 
@@ -171,7 +171,7 @@ def step_lines(trainer: Trainer, stage: Stage, steps: int) -> list[Line]:
     device, recipe = trainer.device, trainer.recipe
     generator = torch.Generator().manual_seed(SEED)
     gentle = dataclasses.replace(stage, lr=1e-3)
-    batch = made_up(trainer.job, stage.rows, stage.length, generator)
+    batch = made_up(trainer.job, stage.batch_size, stage.seq_len, generator)
 
     def once() -> float:
         synchronize(device)
@@ -190,7 +190,7 @@ def step_lines(trainer: Trainer, stage: Stage, steps: int) -> list[Line]:
     launches, syncs = counted(profiled)
     waited = ", ".join(f"{n} x {name}" for name, n in syncs.items()) or "none"
 
-    rows = -(-stage.rows // trainer.comm.size)
+    rows = -(-stage.batch_size // trainer.comm.size)
     at_once = min(trainer.micro_rows or trainer.fitting.get(stage.shape, rows), rows)
     passes = math.ceil(rows / at_once)
     graph = compiled_graph(recipe, stage, trainer.job.machine.kernels) if trainer.job.options.compile else None
@@ -231,7 +231,7 @@ def around(recipe: Recipe, ranks: int, passes: int) -> list[dict[str, Any]]:
 def validation_lines(trainer: Trainer) -> list[Line]:
     recipe, device = trainer.recipe, trainer.device
     v, stage = recipe.validation, recipe.schedule.after(recipe.schedule.total)
-    trainer.model.stretch(stage.windows_so_far)
+    trainer.model.apply_yarn(stage.window_history)
     batch = made_up(trainer.job, v.rows, v.length, torch.Generator().manual_seed(SEED))
     took = []
     reset_peak(device)
@@ -254,7 +254,7 @@ def validation_lines(trainer: Trainer) -> list[Line]:
 def order_lines(trainer: Trainer) -> list[Line]:
     """The collectives of one step as each rank launched them: in another order on one of them NCCL would hang."""
     stage = trainer.recipe.schedule.at(0)
-    batch = made_up(trainer.job, stage.rows, stage.length, torch.Generator().manual_seed(SEED))
+    batch = made_up(trainer.job, stage.batch_size, stage.seq_len, torch.Generator().manual_seed(SEED))
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         trainer.step(dataclasses.replace(stage, lr=1e-3), batch)
     spans = trace.spans(profiled)

@@ -37,7 +37,7 @@ def load_model(run: Path, device: torch.device) -> tuple[GPT, Tokenizer]:
             f"{saved.path} does not fit the model that {run / 'run.json'} describes; restore that file from a copy."
         ) from e
     stage = recipe.schedule.after(saved.step)
-    model.as_trained(stage.windows, stage.windows_so_far, stage.tied)
+    model.as_trained(stage.windows, stage.window_history, stage.tied)
     return model.to(device), Tokenizer.load(run / "tokenizer.json")
 
 

@@ -39,7 +39,7 @@ with (
     patch.object(gpu_report, "Trainer", trainer),
     patch.object(gpu_report, "profile", lambda **_: Profiled(Profiled())),
     patch("speedrun.training.memory.row_bytes", lambda *_: 2**20),  # it has fake tensors of its own
-    patch("speedrun.model.attention.edges_of", lambda _: torch.zeros(7, dtype=torch.int32, device="cuda:0")),
+    patch("speedrun.model.attention.cu_seqlens_of", lambda _: torch.zeros(7, dtype=torch.int32, device="cuda:0")),
     patch.object(gpu_report, "reference_attend", lambda q, k, v, **_: q + k + v),
 ):
     recipe = get_recipe("interleaved", sys.argv[2])

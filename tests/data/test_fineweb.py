@@ -406,17 +406,17 @@ def test_too_few_tokens_are_told_with_both_numbers(
     monkeypatch.setattr(fineweb, "CHUNK_TOKENS", 4000)
     monkeypatch.setattr(fineweb, "DISCARDED_PER_ROW", 40)
     tokens, _ = fetch(2)
-    fineweb.check_supply(tokens, loader, tokens=4000, length=100)  # plenty
+    fineweb.check_supply(tokens, loader, tokens=4000, seq_len=100)  # plenty
     rows = 79 if loader.packing == "stream" else None
     if rows is None:  # documents of 40 in rows of 100 + 1: the third is cut, so a row takes 120
         rows = 2 * (4000 // 120)
-    fineweb.check_supply(tokens, loader, tokens=100 * rows - 100 * (rows % 2), length=100)  # enough, by counting
+    fineweb.check_supply(tokens, loader, tokens=100 * rows - 100 * (rows % 2), seq_len=100)  # enough, by counting
     with pytest.raises(UserError, match=r"trains on 7,900 tokens, but .* has only 8,000, of which rows of 100 can use"):
-        fineweb.check_supply(tokens, loader, tokens=7900, length=100)
+        fineweb.check_supply(tokens, loader, tokens=7900, seq_len=100)
     with pytest.raises(UserError, match=r"trains on 9,000 tokens, but .* has only 8,000; run `speedrun data fetch .*`"):
-        fineweb.check_supply(tokens, loader, tokens=9000, length=100)
+        fineweb.check_supply(tokens, loader, tokens=9000, seq_len=100)
     with pytest.raises(UserError, match=r"choose fewer schedule.steps"):
-        fineweb.check_supply(tokens, loader, tokens=9_000_000, length=100)
+        fineweb.check_supply(tokens, loader, tokens=9_000_000, seq_len=100)
 
 
 def test_a_run_on_too_few_tokens_is_refused_at_the_start(

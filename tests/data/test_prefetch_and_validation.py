@@ -124,8 +124,8 @@ def test_every_token_after_the_first_is_predicted_once(
     max_document = data.draw(st.none() | st.integers(1, 10))  # None: separators and row starts alone
     batches = validation_batches(
         paths,
-        rows=rows,
-        length=length,
+        batch_size=rows,
+        seq_len=length,
         bos=0,
         vocab_size=6,
         packing="documents",
@@ -155,7 +155,7 @@ def test_every_token_after_the_first_is_predicted_once(
 def test_stream_packing_has_no_starts(tmp_path: Path) -> None:
     write_shard(tmp_path / "val_000000.bin", np.array([0, 1, 2, 0, 3]))
     (batch,) = validation_batches(
-        [tmp_path / "val_000000.bin"], rows=2, length=3, bos=0, vocab_size=6, packing="stream", max_document=9
+        [tmp_path / "val_000000.bin"], batch_size=2, seq_len=3, bos=0, vocab_size=6, packing="stream", max_document=9
     )
     assert batch.doc_starts is None
     assert batch.inputs.tolist() == [[0, 1, 2], [0, 0, 0]]
@@ -168,8 +168,8 @@ def test_a_validation_longer_than_the_split_is_told(tmp_path: Path) -> None:
         next(
             validation_batches(
                 [tmp_path / "val_000000.bin"],
-                rows=1,
-                length=4,
+                batch_size=1,
+                seq_len=4,
                 bos=0,
                 vocab_size=6,
                 packing="stream",

@@ -1,4 +1,4 @@
-"""Stand-ins for the two kernels of flash.py: plain torch from the edges of documents, and strict about arguments."""
+"""Stand-ins for the two kernels of flash.py: plain torch from `cu_seqlens`, and strict about arguments."""
 
 import inspect
 import itertools
@@ -13,26 +13,26 @@ from speedrun.model.attention import reference_attend
 SIGNATURE = inspect.signature(varlen.varlen_attn)
 
 
-def each_document(q: Tensor, k: Tensor, v: Tensor, edges: Tensor, scale: float, back: int) -> Tensor:
+def each_document(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, back: int) -> Tensor:
     window = None if back < 0 else back
-    bounds = itertools.pairwise(edges.tolist())
+    bounds = itertools.pairwise(cu_seqlens.tolist())
     parts = [reference_attend(*(x[None, a:b] for x in (q, k, v)), window=window, scale=scale) for a, b in bounds]
     return torch.cat(parts, dim=1)[0]
 
 
 @torch.library.custom_op("tests::documents", mutates_args=())
-def documents(q: Tensor, k: Tensor, v: Tensor, edges: Tensor, longest: int, scale: float, back: int) -> Tensor:
+def documents(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, back: int) -> Tensor:
     """An operator, as the kernels are: inside a graph, too, it sees the numbers."""
-    lengths = edges.diff()
-    assert edges[0] == 0
-    assert edges[-1] == len(q)
+    lengths = cu_seqlens.diff()
+    assert cu_seqlens[0] == 0
+    assert cu_seqlens[-1] == len(q)
     assert lengths.min() >= 0
-    assert lengths.max() <= longest, "a kernel does not look at what is beyond"
-    return each_document(q, k, v, edges, scale, back)
+    assert lengths.max() <= max_seqlen, "a kernel does not look at what is beyond"
+    return each_document(q, k, v, cu_seqlens, scale, back)
 
 
 @documents.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, edges: Tensor, longest: int, scale: float, back: int) -> Tensor:
+def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, back: int) -> Tensor:
     return torch.empty_like(q)
 
 
@@ -42,10 +42,10 @@ def remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-    *qkv, edges = ctx.saved_tensors
+    *qkv, cu_seqlens = ctx.saved_tensors
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in qkv]
-        y = each_document(*leaves, edges, ctx.scale, ctx.back)
+        y = each_document(*leaves, cu_seqlens, ctx.scale, ctx.back)
     return *torch.autograd.grad(y, leaves, g), None, None, None, None
 
 
@@ -53,7 +53,7 @@ documents.register_autograd(backward, setup_context=remember)
 
 
 def check(
-    qkv: tuple[Tensor, ...], edges: tuple[Tensor, ...], longest: tuple[int, ...], scale: Any, window: Any
+    qkv: tuple[Tensor, ...], cu_seqlens: tuple[Tensor, ...], max_seqlen: tuple[int, ...], scale: Any, window: Any
 ) -> None:
     """What both kernels ask for."""
     for x in qkv:
@@ -62,13 +62,13 @@ def check(
         assert x.stride(-1) == 1
         assert x.dtype == qkv[0].dtype
         assert x.dtype in (torch.bfloat16, torch.float16)
-    for cu in edges:
+    for cu in cu_seqlens:
         assert cu.dtype == torch.int32
         assert cu.ndim == 1
         assert cu.is_contiguous()
-        assert cu is edges[0]
-    assert [type(n) for n in longest] == [int, int]
-    assert longest[0] == longest[1]
+        assert cu is cu_seqlens[0]
+    assert [type(n) for n in max_seqlen] == [int, int]
+    assert max_seqlen[0] == max_seqlen[1]
     assert type(scale) is float
     assert [type(window), *map(type, window)] == [tuple, int, int]
     assert window[0] >= -1
@@ -83,11 +83,11 @@ class Kernels:
         self.flash_attn_interface = self  # where the hub's builds keep it
 
     def compute(
-        self, q: Tensor, k: Tensor, v: Tensor, edges: Tensor, longest: int, scale: float, window: Any
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: Any
     ) -> Tensor:
         if not torch.compiler.is_compiling():
-            self.calls.append({"edges": edges.tolist(), "longest": longest, "window": window})
-        return documents(q, k, v, edges, longest, scale, window[0])
+            self.calls.append({"cu_seqlens": cu_seqlens.tolist(), "max_seqlen": max_seqlen, "window": window})
+        return documents(q, k, v, cu_seqlens, max_seqlen, scale, window[0])
 
     # As published: hopper/flash_attn_interface.py in https://github.com/Dao-AILab/flash-attention
     def flash_attn_varlen_func(
@@ -101,16 +101,16 @@ class Kernels:
         assert (causal, return_attn_probs) == (True, False)
         assert deterministic is torch.are_deterministic_algorithms_enabled()
         if not torch.compiler.is_compiling():
-            longest = max_seqlen_q, max_seqlen_k
-            check((q, k, v), (cu_seqlens_q, cu_seqlens_k), longest, softmax_scale, window_size)
+            max_seqlen = max_seqlen_q, max_seqlen_k
+            check((q, k, v), (cu_seqlens_q, cu_seqlens_k), max_seqlen, softmax_scale, window_size)
         return self.compute(q, k, v, cu_seqlens_q, max_seqlen_q, softmax_scale, window_size)
 
     def varlen_attn(self, *args: Any, **how: Any) -> Tensor:
         if not torch.compiler.is_compiling():
             given = {**SIGNATURE.bind(*args, **how).arguments}
             qkv = tuple(given.pop(name) for name in ("query", "key", "value"))
-            edges = given.pop("cu_seq_q"), given.pop("cu_seq_k")
-            longest = given.pop("max_q"), given.pop("max_k")
-            check(qkv, edges, longest, given.pop("scale"), given.pop("window_size"))
+            cu_seqlens = given.pop("cu_seq_q"), given.pop("cu_seq_k")
+            max_seqlen = given.pop("max_q"), given.pop("max_k")
+            check(qkv, cu_seqlens, max_seqlen, given.pop("scale"), given.pop("window_size"))
             assert given == {}
         return self.compute(*args, how["cu_seq_q"], how["max_q"], how["scale"], how["window_size"])

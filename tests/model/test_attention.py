@@ -25,10 +25,10 @@ from speedrun.model.attention import (
     local_mask,
     plain_mask,
     reference_attend,
-    takes_edges,
+    takes_cu_seqlens,
     try_out,
 )
-from speedrun.model.flash import edges_of, row_edges
+from speedrun.model.flash import cu_seqlens_of, row_cu_seqlens
 from speedrun.model.gpt import GPT, GPTConfig, Windows
 from tests.model.kernels import Kernels
 
@@ -56,8 +56,8 @@ def numbered(B: int, T: int, seed: int) -> torch.Tensor:
 def test_attention_is_its_definition(B, T, window, packed, scale, seed) -> None:
     q, k, v = some(B, T, 2, 8, seed)
     documents = numbered(B, T, seed) if packed else None
-    expected = reference_attend(q, k, v, documents_BT=documents, window=window, scale=scale)
-    torch.testing.assert_close(attend(q, k, v, documents_BT=documents, window=window, scale=scale), expected)
+    expected = reference_attend(q, k, v, doc_ids_BT=documents, window=window, scale=scale)
+    torch.testing.assert_close(attend(q, k, v, doc_ids_BT=documents, window=window, scale=scale), expected)
     torch.testing.assert_close(locally(q, k, v, documents, window=window, scale=scale), expected)
 
 
@@ -67,9 +67,9 @@ def test_a_wide_window_in_blocks_of_half_its_width_is_the_definition(window, pac
     T = 3 * WIDE + 30
     q, k, v = some(2, T, 1, 4, window)
     documents = (torch.arange(2 * T).view(2, T) % T > 300).long() if packed else None
-    expected = reference_attend(q, k, v, documents_BT=documents, window=window)
+    expected = reference_attend(q, k, v, doc_ids_BT=documents, window=window)
     torch.testing.assert_close(locally(q, k, v, documents, window=window), expected)
-    torch.testing.assert_close(attend(q, k, v, documents_BT=documents, window=window), expected)
+    torch.testing.assert_close(attend(q, k, v, doc_ids_BT=documents, window=window), expected)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -80,7 +80,7 @@ def test_gradients_block_by_block_are_those_of_the_definition(packed) -> None:
     grads = []
     for function in (attend, reference_attend):
         q, k, v = some(2, T, 2, 8, 5, grad=True)
-        (function(q, k, v, documents_BT=documents, window=window) * weights).sum().backward()
+        (function(q, k, v, doc_ids_BT=documents, window=window) * weights).sum().backward()
         grads.append((q.grad, k.grad, v.grad))
     for ours, theirs in zip(*grads, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
@@ -140,61 +140,70 @@ def test_every_backend_is_the_definition_forward_and_backward(kernels, backend, 
     results = []
     for function in (functools.partial(attend, backend=backend), reference_attend):
         qkv = [x.bfloat16().requires_grad_() for x in some(B, T, 2, 8, T)]
-        y = function(*qkv, documents_BT=documents, window=window, scale=scale)
+        y = function(*qkv, doc_ids_BT=documents, window=window, scale=scale)
         results.append((y, *torch.autograd.grad(y, qkv, weights.bfloat16())))
     tolerance = 0.03 if backend == "sdpa" else 1e-6  # the stand-ins round once, at the end, as the definition does
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
     for call in kernels.calls:
         assert call["window"] == (-1 if window is None else window, 0)
-        assert call["longest"] == T
-        assert call["edges"] == (row_edges(B, T, y.device) if documents is None else edges_of(documents)).tolist()
-    assert len(kernels.calls) == (backend != "sdpa") == takes_edges(backend)
+        assert call["max_seqlen"] == T
+        assert (
+            call["cu_seqlens"]
+            == (row_cu_seqlens(B, T, y.device) if documents is None else cu_seqlens_of(documents)).tolist()
+        )
+    assert len(kernels.calls) == (backend != "sdpa") == takes_cu_seqlens(backend)
 
 
 @pytest.mark.parametrize("backend", ["fa3", "varlen"])
 def test_the_stand_ins_refuse_what_the_kernels_refuse_or_misread(kernels, backend, monkeypatch) -> None:
     q = k = v = torch.zeros(2, 10, 1, 8, dtype=torch.bfloat16)
     call = functools.partial(flash.attend_flash, backend, window=3, scale=None)
-    edges = torch.tensor([0, 4, 10, 20], dtype=torch.int32)
-    call(q, k, v, edges=edges, longest=10)
-    for bad in ({"edges": edges.long()}, {"edges": edges[1:]}, {"edges": edges[:-1]}, {"longest": 9}, {"window": 3.0}):
+    cu_seqlens = torch.tensor([0, 4, 10, 20], dtype=torch.int32)
+    call(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=10)
+    for bad in (
+        {"cu_seqlens": cu_seqlens.long()},
+        {"cu_seqlens": cu_seqlens[1:]},
+        {"cu_seqlens": cu_seqlens[:-1]},
+        {"max_seqlen": 9},
+        {"window": 3.0},
+    ):
         with pytest.raises(AssertionError):
-            call(q, k, v, **{"edges": edges, "longest": 10, **bad})
+            call(q, k, v, **{"cu_seqlens": cu_seqlens, "max_seqlen": 10, **bad})
     with pytest.raises(AssertionError):
-        call(q.float(), k.float(), v.float(), edges=edges, longest=10)
+        call(q.float(), k.float(), v.float(), cu_seqlens=cu_seqlens, max_seqlen=10)
     flat, names = q.view(20, 1, 8), flash.KEYWORDS[backend]
-    how = dict(zip(names, (edges, edges, 10, 10, 0.1, (3, -1), True), strict=False))
+    how = dict(zip(names, (cu_seqlens, cu_seqlens, 10, 10, 0.1, (3, -1), True), strict=False))
     function = getattr(kernels, "varlen_attn" if backend == "varlen" else "flash_attn_varlen_func")
     with pytest.raises(AssertionError, match="a key ahead"):
         function(flat, flat, flat, **how)
     monkeypatch.setitem(flash.KEYWORDS, backend, ("cu_seqlens", *names[1:]))
     with pytest.raises(TypeError, match="cu_seq"):
-        call(q, k, v, edges=edges, longest=10)
+        call(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=10)
 
 
 @pytest.mark.parametrize("backend", ["fa3", "varlen"])
 def test_a_bound_shorter_than_the_row_reaches_the_kernel(kernels, backend) -> None:
     documents = torch.arange(60).view(1, 60) // 20
-    found = Documents(documents, edges_of(documents), longest=20)
+    found = Documents(documents, cu_seqlens_of(documents), max_seqlen=20)
     shared = attention_mask(backend, 1, 60, documents.device, [None], found)
     q = torch.zeros(1, 60, 1, 8, dtype=torch.bfloat16)
     attend(q, q, q, shared=shared)
-    assert kernels.calls == [{"edges": [0, 20, 40, 60], "longest": 20, "window": (-1, 0)}]
+    assert kernels.calls == [{"cu_seqlens": [0, 20, 40, 60], "max_seqlen": 20, "window": (-1, 0)}]
 
 
 @pytest.mark.parametrize("backend", ["fa3", "varlen"])
 def test_empty_documents_at_the_end_change_nothing(kernels, backend) -> None:
     """The loader pads boundaries with them."""
     documents = numbered(2, 60, 3)
-    edges = edges_of(documents)
+    cu_seqlens = cu_seqlens_of(documents)
     found = []
-    for padded in (edges, torch.cat([edges, edges[-1:].expand(9)])):
+    for padded in (cu_seqlens, torch.cat([cu_seqlens, cu_seqlens[-1:].expand(9)])):
         q, k, v = (x.bfloat16().requires_grad_() for x in some(2, 60, 2, 8, 3))
         mask = attention_mask(backend, 2, 60, documents.device, [None], Documents(documents, padded))
         y = attend(q, k, v, shared=mask)
         found.append((y, *torch.autograd.grad(y.float().square().sum(), (q, k, v))))
-    assert kernels.calls[1]["edges"] == kernels.calls[0]["edges"] + [120] * 9
+    assert kernels.calls[1]["cu_seqlens"] == kernels.calls[0]["cu_seqlens"] + [120] * 9
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
@@ -209,9 +218,11 @@ def test_flash_attention_is_asked_to_be_deterministic_where_torch_is(kernels) ->
 
 
 def test_edges_are_where_documents_begin_in_rows_laid_end_to_end() -> None:
-    assert edges_of(torch.tensor([[0, 0, 1, 2], [2, 2, 2, 2]])).tolist() == [0, 2, 3, 4, 8]
-    assert edges_of(torch.tensor([[5]])).tolist() == [0, 1]
-    assert edges_of(torch.zeros(3, 4)).tolist() == row_edges(3, 4, torch.device("cpu")).tolist() == [0, 4, 8, 12]
+    assert cu_seqlens_of(torch.tensor([[0, 0, 1, 2], [2, 2, 2, 2]])).tolist() == [0, 2, 3, 4, 8]
+    assert cu_seqlens_of(torch.tensor([[5]])).tolist() == [0, 1]
+    assert (
+        cu_seqlens_of(torch.zeros(3, 4)).tolist() == row_cu_seqlens(3, 4, torch.device("cpu")).tolist() == [0, 4, 8, 12]
+    )
 
 
 # -------------------------------------------------------------------------------------------- in a model
@@ -252,10 +263,10 @@ def test_one_graph_serves_any_number_of_documents(kernels: Kernels, backend: Bac
     try:
         for seed in range(4):
             ids, documents = batch(2, 150, seed)
-            edges = F.pad(edges_of(documents), (0, seed), value=documents.numel())
-            torch._dynamo.mark_dynamic(edges, 0)
+            cu_seqlens = F.pad(cu_seqlens_of(documents), (0, seed), value=documents.numel())
+            torch._dynamo.mark_dynamic(cu_seqlens, 0)
             with torch.autocast("cpu", torch.bfloat16):
-                loss = call(ids, ids.roll(-1, 1), Documents(documents, edges), windows=Windows(8, 40))
+                loss = call(ids, ids.roll(-1, 1), Documents(documents, cu_seqlens), windows=Windows(8, 40))
                 expected = plain(ids, ids.roll(-1, 1), Documents(documents), windows=Windows(8, 40))
             loss.backward()
             assert loss.item() == pytest.approx(expected.item(), rel=2e-3)
@@ -321,8 +332,8 @@ class Falling(Kernels):
 class Blind(Kernels):
     """Without a window."""
 
-    def compute(self, q, k, v, edges, longest, scale, window) -> torch.Tensor:
-        return super().compute(q, k, v, edges, longest, scale, (-1, 0))
+    def compute(self, q, k, v, cu_seqlens, max_seqlen, scale, window) -> torch.Tensor:
+        return super().compute(q, k, v, cu_seqlens, max_seqlen, scale, (-1, 0))
 
 
 def offline(repo: str, **_: object) -> Kernels:

@@ -80,8 +80,8 @@ def test_attention_is_its_definition_with_and_without_documents() -> None:
     q, k, v = (torch.randn(2, 10, 3, 8, generator=generator) for _ in range(3))
     torch.testing.assert_close(attend(q, k, v), reference_attend(q, k, v))
     documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2, 3], [0] * 10])
-    packed = attend(q, k, v, documents_BT=documents)
-    torch.testing.assert_close(packed, reference_attend(q, k, v, documents_BT=documents))
+    packed = attend(q, k, v, doc_ids_BT=documents)
+    torch.testing.assert_close(packed, reference_attend(q, k, v, doc_ids_BT=documents))
     torch.testing.assert_close(packed[:1, 3:7], attend(q[:1, 3:7], k[:1, 3:7], v[:1, 3:7]))
 
 

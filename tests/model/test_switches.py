@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from speedrun.errors import UserError
 from speedrun.model.gpt import GPT, Documents, GPTConfig, Windows, count_parameters
 from speedrun.model.head import describe_fp8, fp8_linear, loss_sum, softcap, targets_ahead
-from speedrun.model.rotary import frequencies, rotary_tables, stretched
+from speedrun.model.rotary import frequencies, rotary_tables, yarn
 
 BASE = GPTConfig(vocab=61, layers=4, width=32, heads=2, gate_inputs=6, norm_eps=1e-6)
 WINDOWS = Windows(4, 8)
@@ -124,10 +124,10 @@ def test_nothing_crosses_a_document_boundary() -> None:
         alone = model.features(x[:, begin:end], windows=WINDOWS)
         torch.testing.assert_close(packed[:, begin:end], alone, atol=2e-4, rtol=1e-3), number
     total = sum(
-        model(x[:, a:b], y[:, a:b], windows=WINDOWS, predict_M=torch.tensor([1.0, 0.5, 0.25])).item()
+        model(x[:, a:b], y[:, a:b], windows=WINDOWS, mtp_weights_M=torch.tensor([1.0, 0.5, 0.25])).item()
         for a, b in [(0, 13), (13, 16), (16, 40)]
     )
-    both = model(x, y, Documents(documents), windows=WINDOWS, predict_M=torch.tensor([1.0, 0.5, 0.25])).item()
+    both = model(x, y, Documents(documents), windows=WINDOWS, mtp_weights_M=torch.tensor([1.0, 0.5, 0.25])).item()
     assert both == pytest.approx(total, rel=1e-4)
 
 
@@ -140,8 +140,8 @@ def test_across_documents_lets_it(part: str) -> None:
     x = ids(1, 21)
     documents = Documents(torch.tensor([[0] * 10 + [1] * 10]))
     inside, across = (lively(replace(config, across_documents=flag)) for flag in (False, True))
-    a = inside(x[:, :-1], x[:, 1:], documents, windows=WINDOWS, predict_M=predict).item()
-    b = across(x[:, :-1], x[:, 1:], documents, windows=WINDOWS, predict_M=predict).item()
+    a = inside(x[:, :-1], x[:, 1:], documents, windows=WINDOWS, mtp_weights_M=predict).item()
+    b = across(x[:, :-1], x[:, 1:], documents, windows=WINDOWS, mtp_weights_M=predict).item()
     assert abs(a - b) > 5e-5
 
 
@@ -170,7 +170,7 @@ def test_the_split_starts_as_a_copy_and_then_goes_its_own_way() -> None:
     model = lively(replace(BASE, tied=True, split=True))
     x = ids(2, 12)
     tied = model(x, x.roll(-1, 1), tied=True)
-    model.split_head()
+    model.untie_head()
     torch.testing.assert_close(model(x, x.roll(-1, 1), tied=False), tied)
     model(x, x.roll(-1, 1), tied=False).backward()
     assert model.head is not None
@@ -185,18 +185,18 @@ def test_yarn_stretches_slow_frequencies_and_sharpens_the_scores() -> None:
     """Windows of 3, 7, 11, 13 blocks of 128: the scales of the record."""
     start = frequencies(128, 1024.0, "half")
     assert (start[0].item(), start[31].item(), start[32:].abs().max().item()) == (1.0, pytest.approx(1 / 1024), 0.0)
-    scales = [0.1 * stretched(start, tuple(128 * b for b in (3, 7, 11, 13)[:n]))[1] for n in (1, 2, 3, 4)]
+    scales = [0.1 * yarn(start, tuple(128 * b for b in (3, 7, 11, 13)[:n]))[1] for n in (1, 2, 3, 4)]
     assert scales == pytest.approx([0.1, 0.116946, 0.127518, 0.131778], abs=1e-6)
-    after, _ = stretched(start, (3 * 128, 7 * 128))
+    after, _ = yarn(start, (3 * 128, 7 * 128))
     assert after[0] == start[0], "a frequency that turns often within the window stays"
     assert after[31].item() == pytest.approx(start[31].item() * 3 / 7), "one that does not turn once is slowed"
     model = lively(replace(FULL, yarn=True))
     x = ids(1, 20)
     plain = model.features(x, windows=WINDOWS)
-    model.stretch((4, 8))
+    model.apply_yarn((4, 8))
     stretched_once = model.features(x, windows=WINDOWS)
     assert not torch.allclose(plain, stretched_once)
-    model.stretch((4,))
+    model.apply_yarn((4,))
     torch.testing.assert_close(model.features(x, windows=WINDOWS), plain)
 
 

@@ -145,8 +145,8 @@ def test_native_positions_follow_the_windows_that_the_records_stretched_them_for
     """`medium` went on to windows of 23 and at last 27 blocks with the positions of 13."""
     schedule = get_recipe(name, track).schedule
     for step, blocks in steps.items():
-        assert schedule.at(step).windows_so_far == tuple(128 * b for b in blocks)
-    assert schedule.after(schedule.total).windows_so_far == (384, 896, 1408, 1664)
+        assert schedule.at(step).window_history == tuple(128 * b for b in blocks)
+    assert schedule.after(schedule.total).window_history == (384, 896, 1408, 1664)
 
 
 @pytest.mark.parametrize(("name", "track"), [(name, track) for name, sizes in LINEAGE.items() for track in sizes])

@@ -101,7 +101,7 @@ def from_the_trainer(trainer: Trainer, batch: Batch, step: int) -> Gradients:
 
     trainer.model.features = watched  # type: ignore[method-assign]
     stage = trainer.recipe.schedule.at(step)
-    trainer.model.stretch(stage.windows_so_far)
+    trainer.model.apply_yarn(stage.window_history)
     loss = trainer.gradients(batch, stage)
     trainer.model.features = plain  # type: ignore[method-assign]
     tokens = batch.targets.numel()
@@ -114,7 +114,7 @@ def from_the_trainer(trainer: Trainer, batch: Batch, step: int) -> Gradients:
 def from_float64(trainer: Trainer, model: GPT, batch: Batch, step: int, features: Tensor) -> Gradients:
     """The exact gradient of the head, and of the rest of `model` from the gradient of the features given."""
     c, stage = trainer.recipe.model, trainer.recipe.schedule.at(step)
-    model.stretch(stage.windows_so_far)
+    model.apply_yarn(stage.window_history)
     row = batch.rows(0, 1)
     windows = stage.windows and stage.windows.for_rows(ROW, torch.device("cpu"))
     x = model.features(row.inputs, None if row.doc_ids is None else Documents(row.doc_ids), windows)
@@ -126,7 +126,7 @@ def from_float64(trainer: Trainer, model: GPT, batch: Batch, step: int, features
     assert (c.softcap_limit, c.softcap_shift, c.softcap_temperature) == (limit, shift, temperature)
     likely = torch.log_softmax(limit * torch.sigmoid((z + shift) / temperature), dim=-1)
     loss = likely.new_zeros(())
-    for k, w in enumerate(stage.predict):
+    for k, w in enumerate(stage.mtp_weights):
         loss = loss - w * likely[: ROW - k].gather(1, row.targets[0, k:, None]).sum()
     loss.backward()
     assert x_TD.grad is not None

@@ -43,7 +43,7 @@ def test_the_table_of_stages_is_the_schedule(name: str, track: str) -> None:
     laid = spans(schedule)
     assert [stage for stages in laid for stage in stages] == [schedule.at(step) for step in range(schedule.total)]
     for stages in laid:
-        assert len({(s.rows, s.length, s.windows, s.tied, len(s.predict)) for s in stages}) == 1
+        assert len({(s.batch_size, s.seq_len, s.windows, s.tied, len(s.mtp_weights)) for s in stages}) == 1
     for before, after in itertools.pairwise(laid):
         assert before[-1].shape != after[0].shape
     (heads, *rows), first, last = stage_table(recipe, laid), laid[0], laid[-1]
@@ -51,7 +51,7 @@ def test_the_table_of_stages_is_the_schedule(name: str, track: str) -> None:
     assert rows[0][0] == f"0-{len(first) - 1}"
     assert rows[-1][:2] == (f"{last[0].step}-{schedule.total - 1}", f"{last[0].rows} x {last[0].length}")
     assert rows[-1][3].endswith(f"{last[-1].lr:.4g}")
-    assert ("then split" in " ".join(row[-1] for row in rows)) == any(s.splits for stages in laid for s in stages)
+    assert ("then untied" in " ".join(row[-1] for row in rows)) == any(s.untie for stages in laid for s in stages)
 
 
 def test_a_row_of_numbers_is_told_by_where_it_turns() -> None:

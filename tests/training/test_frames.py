@@ -52,7 +52,7 @@ def test_the_way_to_every_update_has_four_files_and_eight_frames(tmp_path: Path)
 
     for step in range(recipe.optim.every):  # Adam steps in the last one
         stage = recipe.schedule.at(step)
-        batch = made_up(job, stage.rows, stage.length, torch.Generator().manual_seed(0))
+        batch = made_up(job, stage.batch_size, stage.seq_len, torch.Generator().manual_seed(0))
         sys.setprofile(watch)
         try:
             trainer.step(stage, batch)

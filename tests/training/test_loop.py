@@ -131,11 +131,11 @@ def test_kernels_that_take_edges_get_those_of_the_batch(
     assert found[0] == pytest.approx(found[1], rel=1e-3)
     edges = batch.cu_seqlens.tolist()
     assert len(edges) > 5, "more documents than rows"
-    assert {(*call["edges"], call["longest"]) for call in kernels.calls} == {(*edges, 16)}
+    assert {(*call["cu_seqlens"], call["max_seqlen"]) for call in kernels.calls} == {(*edges, 16)}
     kernels.calls.clear()
     with torch.no_grad():
         trainer.micro_loss(next(validation_batches(trainer.job, "val")), stage)
-    assert {call["longest"] for call in kernels.calls} == {16 if cut else 32}
+    assert {call["max_seqlen"] for call in kernels.calls} == {16 if cut else 32}
 
 
 def test_gradients_are_weighted_by_tokens_not_by_micro_batches(tokens: TokenFolder, tmp_path: Path) -> None:
@@ -326,7 +326,7 @@ def test_document_boundaries_follow_the_starts() -> None:
     batch = Batch(ids, ids, (np.array([0, 2, 5]), np.array([0])), {})
     assert batch.doc_ids.tolist() == [[0, 0, 1, 1, 1, 2], [0] * 6]
     assert batch.doc_ids.dtype == torch.int64
-    assert batch.cu_seqlens.tolist() == [0, 2, 5, 6, 12] == flash.edges_of(batch.doc_ids).tolist()
+    assert batch.cu_seqlens.tolist() == [0, 2, 5, 6, 12] == flash.cu_seqlens_of(batch.doc_ids).tolist()
     assert batch.cu_seqlens.dtype == torch.int32
     assert batch.rows(0, 0).cu_seqlens.tolist() == [0]
     stream = Batch(ids, ids, None, {})
@@ -502,7 +502,7 @@ def test_with_everything_on_a_resumed_run_has_the_same_bits(tokens: TokenFolder,
     """From an even step with gradients waiting, across a window change, across the split, inside the extension."""
     whole = tiny_trainer(tokens, tmp_path / "whole", EVERYTHING)
     assert Loop(whole).run().status == "ok"
-    assert whole.recipe.schedule.split_step == 7
+    assert whole.recipe.schedule.untie_step == 7
     half = tiny_trainer(tokens, tmp_path / "half", EVERYTHING, checkpoint_every=after, save=False, keep=20)
     Loop(half).run()
     saved = checkpoint.load(tmp_path / "half" / "checkpoints" / f"step-{after:06d}")

@@ -218,7 +218,7 @@ def test_a_warm_up_that_ran_out_of_memory_visits_all_stages_again(tokens: TokenF
 
     def tight(batch, stage):  # type: ignore[no-untyped-def]
         if torch.is_grad_enabled():
-            if len(batch.inputs) > 1 and stage.rows == 8:
+            if len(batch.inputs) > 1 and stage.batch_size == 8:
                 raise torch.OutOfMemoryError("injected")
             seen.append(len(batch.inputs))
         return micro_loss(batch, stage)

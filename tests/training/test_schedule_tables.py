@@ -76,7 +76,7 @@ def test_the_extension_is_flat_and_has_its_own_window() -> None:
 def test_only_the_last_validation_sees_the_final_window() -> None:
     assert SHORT.after(1750).windows == Windows(5 * BLOCK, 11 * BLOCK)
     assert SHORT.after(1840).windows == Windows(6 * BLOCK, 20 * BLOCK)
-    assert SHORT.after(1840).windows_so_far == tuple(BLOCK * b for b in (3, 7, 11, 13))
+    assert SHORT.after(1840).window_history == tuple(BLOCK * b for b in (3, 7, 11, 13))
 
 
 def test_medium_changes_come_at_the_right_steps() -> None:
@@ -121,13 +121,13 @@ def test_momentum_rises_and_falls(step, momentum) -> None:
     ],
 )
 def test_weights_of_the_predicted_tokens(schedule, step, weights) -> None:
-    assert schedule.at(step).predict == pytest.approx(weights)
+    assert schedule.at(step).mtp_weights == pytest.approx(weights)
 
 
 def test_the_split_is_odd_and_final() -> None:
-    assert (SHORT.split_step, MEDIUM.split_step) == (1201, 785)
+    assert (SHORT.untie_step, MEDIUM.untie_step) == (1201, 785)
     assert [SHORT.at(s).tied for s in (0, 1201, 1202)] == [True, True, False]
-    assert [s for s in range(SHORT.total) if SHORT.at(s).splits] == [1201]
+    assert [s for s in range(SHORT.total) if SHORT.at(s).untie] == [1201]
     assert SHORT.after(1202).tied is False  # a validation right after the splitting step sees the split head
 
 

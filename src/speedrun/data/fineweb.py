@@ -48,32 +48,32 @@ def train_name(chunk: int) -> str:
 # --- how much is needed ---
 
 
-def chunks_needed(tokens: int, length: int, loader: LoaderConfig) -> int:
-    """Chunks for one pass that trains on `tokens` tokens in rows of `length`. Exact, unless tails are discarded."""
-    rows = -(-tokens // length)
+def chunks_needed(tokens: int, seq_len: int, loader: LoaderConfig) -> int:
+    """Chunks for one pass that trains on `tokens` tokens in rows of `seq_len`. Exact, unless tails are discarded."""
+    rows = -(-tokens // seq_len)
     if loader.packing == "documents" and loader.tail == "discard":
         return -(-int(tokens * (1 + DISCARDED) + rows * DISCARDED_PER_ROW) // CHUNK_TOKENS)
-    return -(-rows // max(1, (CHUNK_TOKENS - 1) // length))  # a row never takes tokens of two chunks
+    return -(-rows // max(1, (CHUNK_TOKENS - 1) // seq_len))  # a row never takes tokens of two chunks
 
 
-def check_supply(folder: TokenFolder, loader: LoaderConfig, *, tokens: int, length: int) -> None:
+def check_supply(folder: TokenFolder, loader: LoaderConfig, *, tokens: int, seq_len: int) -> None:
     """Refuse a run that would come to the end of the shards: it would go on with tokens it has already seen.
 
     Quick when there are plenty or too few; in between the rows are counted, which reads every shard.
     """
     have = folder.tokens("train")
-    needed = chunks_needed(tokens, length, loader)
+    needed = chunks_needed(tokens, seq_len, loader)
     if have >= needed * CHUNK_TOKENS:
         return
     if have <= tokens:
         usable = have
     else:
         shards = folder.shards("train")
-        rows = Loader(shards, loader, bos=folder.bos, vocab_size=folder.vocab_size, seed=0).rows_in_epoch(length)
-        usable = rows * length
+        rows = Loader(shards, loader, bos=folder.bos, vocab_size=folder.vocab_size, seed=0).rows_in_epoch(seq_len)
+        usable = rows * seq_len
         if usable >= tokens:
             return
-    counted = f"{have:,}" if usable == have else f"{have:,}, of which rows of {length:,} can use {usable:,}"
+    counted = f"{have:,}" if usable == have else f"{have:,}, of which rows of {seq_len:,} can use {usable:,}"
     way_out = f"run `{FETCH} {needed}`" if needed <= CHUNKS else "choose fewer schedule.steps"
     raise UserError(f"The run trains on {tokens:,} tokens, but {folder.path} has only {counted}; {way_out}.")
 

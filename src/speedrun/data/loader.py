@@ -13,7 +13,7 @@ gathered from the memory map when it is asked for. The batches depend on the see
 on nothing else: every rank makes the same ones, and takes its share of the rows (`Batch.rows`).
 
     loader = Loader(shards, LoaderConfig(), bos=folder.bos, vocab_size=folder.vocab_size, seed=0)
-    batch = loader.next(rows=8, length=1024)
+    batch = loader.next(batch_size=8, seq_len=1024)
 """
 
 import math
@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from speedrun.checks import Positive, check_fields
-from speedrun.data.documents import Line, find_documents, piece_starts
+from speedrun.data.documents import DocumentOrder, find_documents, piece_starts
 from speedrun.data.shards import open_shard
 from speedrun.errors import UserError
 
@@ -85,12 +85,12 @@ class Batch:
         """
         if self.doc_starts is None:
             return None
-        rows, length = self.inputs.shape
-        begins = np.concatenate([[0], *(starts + row * length for row, starts in enumerate(self.doc_starts))])[1:]
-        room = rows * (math.ceil(length / USUAL_DOCUMENT) + math.ceil(length / (self.max_document or length)))
+        rows, seq_len = self.inputs.shape
+        begins = np.concatenate([[0], *(starts + row * seq_len for row, starts in enumerate(self.doc_starts))])[1:]
+        room = rows * (math.ceil(seq_len / USUAL_DOCUMENT) + math.ceil(seq_len / (self.max_document or seq_len)))
         while room < len(begins):
             room *= 2
-        return torch.from_numpy(np.pad(begins, (0, room + 1 - len(begins)), constant_values=rows * length)).int()
+        return torch.from_numpy(np.pad(begins, (0, room + 1 - len(begins)), constant_values=rows * seq_len)).int()
 
     @property
     def doc_ids(self) -> torch.Tensor | None:
@@ -134,7 +134,7 @@ class Loader:
         self._discard = self._packed and config.tail == "discard"
         self._epoch, self._shard, self._position = 0, 0, 0
         self._opened: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
-        self._arranged: tuple[tuple[int, int], Line] | None = None
+        self._arranged: tuple[tuple[int, int], DocumentOrder] | None = None
         self._dealt: tuple[tuple[int, int, int], np.ndarray] | None = None
 
     def state_dict(self) -> dict[str, int]:
@@ -149,13 +149,13 @@ class Loader:
             raise UserError(f"The saved place {state!r} is not in these {len(self.shards)} shards; use the same data.")
         self._epoch, self._shard, self._position = epoch, shard, position
 
-    def rows_in_epoch(self, length: int) -> int:
+    def rows_in_epoch(self, seq_len: int) -> int:
         """How many rows of this length one pass over the shards gives. Reads all of them."""
         lines = ((self._line(0, shard), (0, shard)) for shard in range(len(self.shards)))
-        return sum(len(self._walk(line, place, 0, sys.maxsize, length)[0]) for line, place in lines)
+        return sum(len(self._walk(line, place, 0, sys.maxsize, seq_len)[0]) for line, place in lines)
 
-    def next(self, rows: int, length: int) -> Batch:
-        """The next `rows` rows of `length` tokens."""
+    def next(self, batch_size: int, seq_len: int) -> Batch:
+        """The next `batch_size` rows of `seq_len` tokens."""
         epoch, shard, position = self._epoch, self._shard, self._position
         parts: list[tuple[np.ndarray, np.ndarray, list[np.ndarray]]] = []
         news: list[str] = []
@@ -163,17 +163,17 @@ class Loader:
         while True:
             line = self._line(epoch, shard)
             fresh = position == 0
-            places, position = self._walk(line, (epoch, shard), position, rows - done, length)
+            places, position = self._walk(line, (epoch, shard), position, batch_size - done, seq_len)
             if len(places):
-                parts.append(self._rows(line, places, length))
+                parts.append(self._rows(line, places, seq_len))
             done += len(places)
-            if done == rows:
+            if done == batch_size:
                 break
             barren += fresh and not places
             shard, position = shard + 1, 0
             if shard == len(self.shards):
                 if barren == len(self.shards):  # a whole epoch without a row: the next would be no better
-                    raise self._too_short(length)
+                    raise self._too_short(seq_len)
                 epoch, shard, barren = epoch + 1, 0, 0
                 news.append(f"all training tokens were used; epoch {epoch} begins")
         self._epoch, self._shard, self._position = epoch, shard, position
@@ -184,52 +184,54 @@ class Loader:
     # --- the walk ---
 
     def _walk(
-        self, line: Line, place: tuple[int, int], position: int, rows: int, length: int
+        self, line: DocumentOrder, place: tuple[int, int], position: int, rows: int, seq_len: int
     ) -> tuple[Sequence[int], int]:
         """Where in the line of (epoch, shard) up to `rows` rows begin, and the position after them."""
         if self.config.order == "rows" and not self._discard:
             # The position counts tokens, so that it keeps its meaning when the length of the rows changes.
-            done = -(-position // length)
-            chosen = self._deal(place, (int(line.edges[-1]) - 1) // length, length)[done : done + rows]
-            return [int(row) * length for row in chosen], (done + len(chosen)) * length
+            done = -(-position // seq_len)
+            chosen = self._deal(place, (int(line.cu_seqlens[-1]) - 1) // seq_len, seq_len)[done : done + rows]
+            return [int(row) * seq_len for row in chosen], (done + len(chosen)) * seq_len
         if not self._discard:
-            count = max(0, min(rows, (int(line.edges[-1]) - 1 - position) // length))
-            end = position + count * length
-            return range(position, end, length), end
+            count = max(0, min(rows, (int(line.cu_seqlens[-1]) - 1 - position) // seq_len))
+            end = position + count * seq_len
+            return range(position, end, seq_len), end
         places: list[int] = []
-        edges = line.edges
-        total = int(edges[-1])
-        while len(places) < rows and position < len(edges):
-            begin = int(edges[position])
-            if begin + length + 1 > total:
+        cu_seqlens = line.cu_seqlens
+        total = int(cu_seqlens[-1])
+        while len(places) < rows and position < len(cu_seqlens):
+            begin = int(cu_seqlens[position])
+            if begin + seq_len + 1 > total:
                 break
             places.append(begin)
-            position = int(edges.searchsorted(begin + length + 1, side="left"))  # the cut document is left behind
+            position = int(cu_seqlens.searchsorted(begin + seq_len + 1, side="left"))  # the cut document is left behind
         return places, position
 
-    def _rows(self, line: Line, places: Sequence[int], length: int) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+    def _rows(
+        self, line: DocumentOrder, places: Sequence[int], seq_len: int
+    ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
         """Inputs (R, T), targets (R, T) and starts of the rows that begin at these places of the line."""
         count = len(places)
         starts: list[np.ndarray] = []
         if self._discard:  # little is left out between two rows, so they are read in one go
             begin = places[0]
-            stretch = line.read(begin, places[-1] + length + 1)
-            taken = np.stack([stretch[place - begin : place - begin + length + 1] for place in places])  # (R, T + 1)
-            first, last = line.between(np.array(places), length)
-            starts = [line.edges[a - 1 : b] - line.edges[a - 1] for a, b in zip(first, last, strict=True)]
+            stretch = line.read(begin, places[-1] + seq_len + 1)
+            taken = np.stack([stretch[place - begin : place - begin + seq_len + 1] for place in places])  # (R, T + 1)
+            first, last = line.between(np.array(places), seq_len)
+            starts = [line.cu_seqlens[a - 1 : b] - line.cu_seqlens[a - 1] for a, b in zip(first, last, strict=True)]
             return taken[:, :-1].astype(np.int64), taken[:, 1:].astype(np.int64), starts
         if self.config.order == "rows":
-            taken = np.stack([line.read(place, place + length + 1) for place in places])  # (R, T + 1)
+            taken = np.stack([line.read(place, place + seq_len + 1) for place in places])  # (R, T + 1)
             if self._packed:
-                inner = [line.inner(place, place + length) for place in places]
-                starts = [piece_starts(begins, 1, length, self.config.max_document)[0] for begins in inner]
+                inner = [line.inner(place, place + seq_len) for place in places]
+                starts = [piece_starts(begins, 1, seq_len, self.config.max_document)[0] for begins in inner]
             return taken[:, :-1].astype(np.int64), taken[:, 1:].astype(np.int64), starts
-        begin, end = places[0], places[0] + count * length  # the rows lie end to end
+        begin, end = places[0], places[0] + count * seq_len  # the rows lie end to end
         stretch = line.read(begin, end + 1)
-        inputs = stretch[:-1].astype(np.int64).reshape(count, length)
-        targets = stretch[1:].astype(np.int64).reshape(count, length)
+        inputs = stretch[:-1].astype(np.int64).reshape(count, seq_len)
+        targets = stretch[1:].astype(np.int64).reshape(count, seq_len)
         if self._packed:
-            starts = piece_starts(line.inner(begin, end), count, length, self.config.max_document)
+            starts = piece_starts(line.inner(begin, end), count, seq_len, self.config.max_document)
         return inputs, targets, starts
 
     def _batch(self, parts: list[tuple[np.ndarray, np.ndarray, list[np.ndarray]]]) -> Batch:
@@ -242,7 +244,7 @@ class Loader:
 
     # --- shards ---
 
-    def _line(self, epoch: int, shard: int) -> Line:
+    def _line(self, epoch: int, shard: int) -> DocumentOrder:
         if self._arranged is None or self._arranged[0] != (epoch, shard):
             index = int(self._draw(epoch, len(self.shards), len(self.shards))[shard])
             tokens, begins, lengths = self._open(index)
@@ -251,24 +253,24 @@ class Loader:
                 begins, lengths = begins[order], lengths[order]
             if self._discard:
                 lengths = np.minimum(lengths, self.config.max_document)
-            edges = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(lengths)))
-            plain = self.config.order == "sequential" and not self._discard
-            self._arranged = (epoch, shard), Line(tokens, begins, edges, plain)
+            cu_seqlens = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(lengths)))
+            sequential = self.config.order == "sequential" and not self._discard
+            self._arranged = (epoch, shard), DocumentOrder(tokens, begins, cu_seqlens, sequential)
         return self._arranged[1]
 
-    def _deal(self, place: tuple[int, int], count: int, length: int) -> np.ndarray:
+    def _deal(self, place: tuple[int, int], count: int, seq_len: int) -> np.ndarray:
         """The order of the `count` rows of this length in the line of (epoch, shard)."""
-        if self._dealt is None or self._dealt[0] != (*place, length):
-            self._dealt = (*place, length), self._draw(*place, count, length)
+        if self._dealt is None or self._dealt[0] != (*place, seq_len):
+            self._dealt = (*place, seq_len), self._draw(*place, count, seq_len)
         return self._dealt[1]
 
-    def _draw(self, epoch: int, what: int, count: int, length: int | None = None) -> np.ndarray:
+    def _draw(self, epoch: int, what: int, count: int, seq_len: int | None = None) -> np.ndarray:
         """An order of `count` things: the documents of shard `what`, or the shards if it is their number, or
         (with `length`) the rows of the shard at place `what`."""
         if self.config.order == "sequential":
             return np.arange(count)
         # Raw output of a bit generator is the one thing numpy promises not to change between versions.
-        entropy = [self.seed, epoch, what] if length is None else [self.seed, epoch, what, length]
+        entropy = [self.seed, epoch, what] if seq_len is None else [self.seed, epoch, what, seq_len]
         raw = np.random.Philox(np.random.SeedSequence(entropy)).random_raw(count)
         return np.argsort(raw, kind="stable")
 
@@ -283,13 +285,13 @@ class Loader:
             self._opened[index] = tokens, begins, lengths
         return self._opened[index]
 
-    def _too_short(self, length: int) -> UserError:
+    def _too_short(self, seq_len: int) -> UserError:
         most = 0
         for index in range(len(self.shards)):
             lengths = self._open(index)[2]
             most = max(most, int((np.minimum(lengths, self.config.max_document) if self._discard else lengths).sum()))
         return UserError(
-            f"No row of {length} tokens can be made: it takes {length + 1} tokens of one shard, and the largest "
+            f"No row of {seq_len} tokens can be made: it takes {seq_len + 1} tokens of one shard, and the largest "
             f"of {len(self.shards)} has {most}; choose shorter rows or more text."
         )
 
@@ -302,7 +304,7 @@ class Prefetcher:
     """
 
     def __init__(self, loader: Loader, plan: Iterable[tuple[int, int]], *, depth: int = 2) -> None:
-        """plan: (rows, length) of each batch."""
+        """plan: (batch_size, seq_len) of each batch."""
         self._loader, self._plan = loader, iter(plan)
         self._pool = ThreadPoolExecutor(1, "speedrun-prefetch")
         self._ahead = deque(self._pool.submit(self._make) for _ in range(depth))
@@ -327,8 +329,8 @@ class Prefetcher:
 def validation_batches(
     shards: Sequence[Path],
     *,
-    rows: int,
-    length: int,
+    batch_size: int,
+    seq_len: int,
     bos: int,
     vocab_size: int,
     packing: Packing,
@@ -350,7 +352,7 @@ def validation_batches(
             f"Validation on {wanted} predicted tokens is not possible: the split has {max(available, 0)}; "
             "choose fewer, or more text."
         )
-    size = rows * length
+    size = batch_size * seq_len
     for begin in range(0, wanted, size):
         end = min(begin + size, wanted)  # predictions begin:end, from tokens begin:end + 1
         taken = np.concatenate(
@@ -364,7 +366,7 @@ def validation_batches(
         if packing == "documents":
             inner = np.flatnonzero(inputs[: end - begin] == bos)
             inner = np.append(inner, end - begin) if end - begin < size else inner  # padding is a piece of its own
-            starts = tuple(piece_starts(inner, rows, length, max_document or length))
-        shape = rows, length
+            starts = tuple(piece_starts(inner, batch_size, seq_len, max_document or seq_len))
+        shape = batch_size, seq_len
         found = torch.from_numpy(inputs.reshape(shape)), torch.from_numpy(targets.reshape(shape))
         yield Batch(*found, starts, {}, max_document)

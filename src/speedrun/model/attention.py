@@ -1,6 +1,6 @@
 """Attention behind one function, whatever computes it.
 
-`attend(q, k, v, documents_BT=..., window=...)` is causal, never crosses a document boundary, and looks at most `window`
+`attend(q, k, v, doc_ids_BT=..., window=...)` is causal, never crosses a document boundary, and looks at most `window`
 tokens back. Three backends: Flash Attention 3 and torch's `varlen_attn` (flash.py), and SDPA, which
 computes short windows block by block, so that its cost grows with tokens * window. `choose_backend` decides.
 `reference_attend` is the slow, obvious version that tests compare everything with.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from speedrun.errors import UserError
 from speedrun.model import flash
-from speedrun.model.flash import attend_flash, edges_of, row_edges
+from speedrun.model.flash import attend_flash, cu_seqlens_of, row_cu_seqlens
 
 Backend = Literal["fa3", "varlen", "sdpa"]
 NAMES = {"fa3": "Flash Attention 3", "varlen": "torch's varlen_attn"}
@@ -33,8 +33,8 @@ WIDE = 256  # from this window on, blocks of half a window: fewer scores that th
 # -------------------------------------------------------------------------------------------- which one
 
 
-def takes_edges(backend: Backend) -> bool:
-    """Whether it is told the edges of documents; the other is given masks."""
+def takes_cu_seqlens(backend: Backend) -> bool:
+    """Whether it takes the offsets of documents; SDPA takes masks."""
     return backend != "sdpa"
 
 
@@ -46,7 +46,7 @@ class Choice(NamedTuple):
 
 
 def choose_backend(
-    asked: str, device: torch.device, dtype: torch.dtype = torch.float32, head_width: int | None = None
+    asked: str, device: torch.device, dtype: torch.dtype = torch.float32, head_dim: int | None = None
 ) -> Choice:
     """What computes attention: the best there is, or the one asked for, or a refusal."""
     if asked not in ("auto", *get_args(Backend)):
@@ -54,22 +54,22 @@ def choose_backend(
     lacks: dict[str, str] = {}
     broken = ""
     for name in (n for n in get_args(Backend) if asked in ("auto", n)):
-        unfit = obstacle(name, device, dtype, head_width)
-        fails = unfit or failure(name, device, dtype, head_width)
+        unfit = obstacle(name, device, dtype, head_dim)
+        fails = unfit or failure(name, device, dtype, head_dim)
         if fails is None:
             warning = f"WARNING: {broken}attention is computed by {name} instead" if broken else None
             return Choice(name, "as asked" if asked == name else reason(name, device, lacks), warning)
         lacks[name] = unfit or "does not work here"
         if unfit is None:
             broken += f"{NAMES[name]} is made for this GPU, but {fails}; {CURES[name]}; "
-    there = [name for name in get_args(Backend) if name != asked and not obstacle(name, device, dtype, head_width)]
+    there = [name for name in get_args(Backend) if name != asked and not obstacle(name, device, dtype, head_dim)]
     raise UserError(
         f"Attention {asked!r} was asked for, but {broken or f'{NAMES[asked]} {lacks[asked]}; '}here there is "
         f"{', '.join(there)}: choose that, or leave the choice to --attention auto."
     )
 
 
-def obstacle(name: Backend, device: torch.device, dtype: torch.dtype, head_width: int | None) -> str | None:
+def obstacle(name: Backend, device: torch.device, dtype: torch.dtype, head_dim: int | None) -> str | None:
     """Why a backend is not made for this device, arithmetic or model, as the end of a sentence; None: it is."""
     if name == "sdpa":
         return None
@@ -82,16 +82,16 @@ def obstacle(name: Backend, device: torch.device, dtype: torch.dtype, head_width
         return f"needs an NVIDIA {wanted} ({here})"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"computes in bfloat16 or float16, not in {str(dtype).removeprefix('torch.')}"
-    if head_width is not None and (head_width % 8 or head_width > 256):
-        return f"needs heads of 8n up to 256 channels, not {head_width}"
+    if head_dim is not None and (head_dim % 8 or head_dim > 256):
+        return f"needs heads of 8n up to 256 channels, not {head_dim}"
     return None
 
 
-def failure(name: Backend, device: torch.device, dtype: torch.dtype, head_width: int | None) -> str | None:
+def failure(name: Backend, device: torch.device, dtype: torch.dtype, head_dim: int | None) -> str | None:
     """Why a backend that is made for this device does not work, found out by trying; None: it works."""
     if name == "sdpa":
         return None
-    trial = functools.partial(try_out, name, device, dtype, head_width or 128)
+    trial = functools.partial(try_out, name, device, dtype, head_dim or 128)
     try:
         flash.load(trial) if name == "fa3" else trial()
     except flash.Unavailable as e:
@@ -101,16 +101,16 @@ def failure(name: Backend, device: torch.device, dtype: torch.dtype, head_width:
     return None
 
 
-def try_out(name: Backend, device: torch.device, dtype: torch.dtype, head_width: int) -> None:
+def try_out(name: Backend, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
     """A few tokens forward and backward, with documents and a window; raises what the kernel raises."""
     gen = torch.Generator().manual_seed(0)  # the process's own stays as it is
-    q, k, v, g = (torch.randn(2, 16, 1, head_width, generator=gen).to(device, dtype) for _ in range(4))
-    documents_BT = (torch.arange(32, device=device) >= 5).long().view(2, 16)
+    q, k, v, g = (torch.randn(2, 16, 1, head_dim, generator=gen).to(device, dtype) for _ in range(4))
+    doc_ids_BT = (torch.arange(32, device=device) >= 5).long().view(2, 16)
     results = []
     with torch.enable_grad():
         for function in (functools.partial(attend, backend=name), reference_attend):
             qkv = [x.detach().requires_grad_() for x in (q, k, v)]
-            y = function(*qkv, documents_BT=documents_BT, window=3)
+            y = function(*qkv, doc_ids_BT=doc_ids_BT, window=3)
             results.append((y, *torch.autograd.grad(y, qkv, g)))
     if not all(torch.allclose(x, y, atol=0.1, rtol=0.1) for x, y in zip(*results, strict=True)):
         raise ArithmeticError("its results are not those of attention")
@@ -134,8 +134,8 @@ class Documents(NamedTuple):
     cu_seqlens: Tensor | None = None
     """int32: where documents begin in the rows laid end to end, then where the last one ends, once or several times.
 
-    Some backends ask for it (`takes_edges`). None: it is counted, which a compiled graph cannot do."""
-    longest: int | None = None
+    Some backends ask for it (`takes_cu_seqlens`). None: it is counted, which a compiled graph cannot do."""
+    max_seqlen: int | None = None
     """No document has more tokens; None: a row's."""
 
 
@@ -144,8 +144,8 @@ class AttentionMask(NamedTuple):
 
     backend: Backend
     masks: dict[int | Tensor | None, Tensor | None]  # by window; None: plainly causal
-    edges: Tensor | None = None  # of the documents, in place of masks
-    longest: int = 0  # no document has more tokens
+    cu_seqlens: Tensor | None = None  # of the documents, in place of masks
+    max_seqlen: int = 0  # no document has more tokens
 
 
 def attention_mask(
@@ -157,21 +157,21 @@ def attention_mask(
     documents: Documents | None = None,
 ) -> AttentionMask:
     """Without `documents` every row is one."""
-    if takes_edges(backend):
+    if takes_cu_seqlens(backend):
         if documents is None:
-            return AttentionMask(backend, {}, row_edges(B, T, device), T)
-        edges = edges_of(documents.ids_BT) if documents.cu_seqlens is None else documents.cu_seqlens
-        return AttentionMask(backend, {}, edges, min(T, documents.longest or T))
-    documents_BT = None if documents is None else documents.ids_BT
-    return AttentionMask(backend, {window: plain_mask(T, device, documents_BT, window) for window in windows})
+            return AttentionMask(backend, {}, row_cu_seqlens(B, T, device), T)
+        cu_seqlens = cu_seqlens_of(documents.ids_BT) if documents.cu_seqlens is None else documents.cu_seqlens
+        return AttentionMask(backend, {}, cu_seqlens, min(T, documents.max_seqlen or T))
+    doc_ids_BT = None if documents is None else documents.ids_BT
+    return AttentionMask(backend, {window: plain_mask(T, device, doc_ids_BT, window) for window in windows})
 
 
-def plain_mask(T: int, device: torch.device, documents_BT: Tensor | None, window: int | Tensor | None) -> Tensor | None:
+def plain_mask(T: int, device: torch.device, doc_ids_BT: Tensor | None, window: int | Tensor | None) -> Tensor | None:
     """For SDPA: bool, by blocks where the window is short; None is plainly causal."""
     if isinstance(window, int) and local(T, window):
-        return local_mask(T, device, documents_BT, window)
-    if documents_BT is not None:
-        return document_mask(documents_BT, window)
+        return local_mask(T, device, doc_ids_BT, window)
+    if doc_ids_BT is not None:
+        return document_mask(doc_ids_BT, window)
     if window is None or (isinstance(window, int) and window >= T - 1):
         return None
     t = torch.arange(T, device=device)
@@ -189,10 +189,10 @@ def visible(query_positions: Tensor, key_positions: Tensor, window: int | Tensor
     return back >= 0 if window is None else (back >= 0) & (back <= window)
 
 
-def document_mask(documents_BT: Tensor, window: int | Tensor | None = None) -> Tensor:
+def document_mask(doc_ids_BT: Tensor, window: int | Tensor | None = None) -> Tensor:
     """(B, 1, T, T) bool: True where query t may look at key s, i.e. s <= t in the same document and window."""
-    t = torch.arange(documents_BT.shape[1], device=documents_BT.device)
-    same = documents_BT[:, :, None] == documents_BT[:, None, :]
+    t = torch.arange(doc_ids_BT.shape[1], device=doc_ids_BT.device)
+    same = doc_ids_BT[:, :, None] == doc_ids_BT[:, None, :]
     return (same & visible(t, t, window))[:, None]
 
 
@@ -204,7 +204,7 @@ def attend(
     k_BTHK: Tensor,
     v_BTHK: Tensor,
     *,
-    documents_BT: Tensor | None = None,
+    doc_ids_BT: Tensor | None = None,
     window: int | Tensor | None = None,
     scale: float | None = None,
     backend: Backend = "sdpa",
@@ -213,11 +213,11 @@ def attend(
     """Causal attention over heads, (B, T, H, K). Document numbers rise along a row.
 
     A window that is a tensor is one that compiled code does not depend on; only SDPA takes it.
-    `shared` is what other layers use, too; it takes the place of `documents_BT` and `backend`.
+    `shared` is what other layers use, too; it takes the place of `doc_ids_BT` and `backend`.
     """
     B, T = q_BTHK.shape[:2]
     if shared is None:
-        documents = None if documents_BT is None else Documents(documents_BT)
+        documents = None if doc_ids_BT is None else Documents(doc_ids_BT)
         shared = attention_mask(backend, B, T, q_BTHK.device, [window], documents)
     if shared.backend == "sdpa":
         mask = shared.masks[window]
@@ -229,9 +229,16 @@ def attend(
     kind = q_BTHK.device.type
     if torch.is_autocast_enabled(kind):  # SDPA does so by itself
         q_BTHK, k_BTHK, v_BTHK = (x.to(torch.get_autocast_dtype(kind)) for x in (q_BTHK, k_BTHK, v_BTHK))
-    assert shared.edges is not None
+    assert shared.cu_seqlens is not None
     return attend_flash(
-        shared.backend, q_BTHK, k_BTHK, v_BTHK, edges=shared.edges, longest=shared.longest, window=window, scale=scale
+        shared.backend,
+        q_BTHK,
+        k_BTHK,
+        v_BTHK,
+        cu_seqlens=shared.cu_seqlens,
+        max_seqlen=shared.max_seqlen,
+        window=window,
+        scale=scale,
     )
 
 
@@ -260,7 +267,7 @@ def local(T: int, window: int) -> bool:
 PIECE_BYTES = 2**24
 
 
-def split(x: Tensor, block: int) -> Tensor:
+def to_blocks(x: Tensor, block: int) -> Tensor:
     """(B, T, ...) -> (B, n, block, ...), filled up at the end."""
     n = math.ceil(x.shape[1] / block)
     filled = F.pad(x, (0, 0) * (x.ndim - 2) + (0, n * block - x.shape[1]))
@@ -274,15 +281,15 @@ def with_blocks_before(x: Tensor, before: int) -> Tensor:
     return torch.cat([longer[:, i : i + n] for i in range(before + 1)], dim=2)
 
 
-def local_mask(T: int, device: torch.device, documents_BT: Tensor | None, window: int) -> Tensor:
+def local_mask(T: int, device: torch.device, doc_ids_BT: Tensor | None, window: int) -> Tensor:
     """(B * n, 1, block, keys) bool, or (n, 1, block, keys) where all rows are alike."""
     block, before = blocks_of(window)
     n, keys = math.ceil(T / block), (before + 1) * block
     query, key = torch.arange(block, device=device) + before * block, torch.arange(keys, device=device)
     start = (torch.arange(n, device=device) - before) * block  # of a block's keys; negative: there are none
     mask = visible(query, key, window) & (start[:, None, None] + key >= 0)  # (n, block, keys)
-    if documents_BT is not None:
-        number = split(documents_BT, block)
+    if doc_ids_BT is not None:
+        number = to_blocks(doc_ids_BT, block)
         mask = mask & (number[..., :, None] == with_blocks_before(number, before)[..., None, :])
     # A filled-up query may see nothing at all; its row is cut off later, but must not become NaN on the way.
     return (mask | (query[:, None] == key)).view(-1, 1, block, keys)
@@ -294,7 +301,7 @@ def attend_locally(
     """The same for a short window, block by block: tokens * (window + block) scores instead of tokens * tokens."""
     B, T, H, K = q_BTHK.shape
     block, before = blocks_of(window)
-    q, k, v = (split(x, block) for x in (q_BTHK, k_BTHK, v_BTHK))
+    q, k, v = (to_blocks(x, block) for x in (q_BTHK, k_BTHK, v_BTHK))
     n = q.shape[1]
     if len(mask) != B * n:
         mask = mask.repeat(B, 1, 1, 1)
@@ -318,7 +325,7 @@ def reference_attend(
     k_BTHK: Tensor,
     v_BTHK: Tensor,
     *,
-    documents_BT: Tensor | None = None,
+    doc_ids_BT: Tensor | None = None,
     window: int | Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
@@ -326,7 +333,7 @@ def reference_attend(
     B, T, _, K = q_BTHK.shape
     q, k, v = (x.double().transpose(1, 2) for x in (q_BTHK, k_BTHK, v_BTHK))
     scores = q @ k.transpose(-1, -2) * (scale if scale is not None else 1 / math.sqrt(K))  # (B, H, T, T)
-    if documents_BT is None:
-        documents_BT = torch.zeros(B, T, dtype=torch.long, device=q.device)
-    scores = scores.masked_fill(~document_mask(documents_BT, window), -math.inf)
+    if doc_ids_BT is None:
+        doc_ids_BT = torch.zeros(B, T, dtype=torch.long, device=q.device)
+    scores = scores.masked_fill(~document_mask(doc_ids_BT, window), -math.inf)
     return (scores.softmax(-1) @ v).transpose(1, 2).to(q_BTHK.dtype)

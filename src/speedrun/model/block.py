@@ -106,7 +106,7 @@ class Attention(nn.Module):
         # Muon's updates have a fixed size; two learned numbers let a layer's output be large or small.
         scales = self.lambdas if c.attention_lambdas else (None, None)
         qkv = self.qkv(x_BTD, scales[0])
-        q, k, v = qkv.view(B, T, 3, c.heads, c.head_width).unbind(2)  # each (B, T, H, K)
+        q, k, v = qkv.view(B, T, 3, c.heads, c.head_dim).unbind(2)  # each (B, T, H, K)
         if c.qk_norm:  # bounded scores allow a high learning rate (arXiv:2010.04245)
             q, k = norm(q, c.norm_eps), norm(k, c.norm_eps)
         # Scores depend on the distance of two tokens (arXiv:2104.09864), stretched by YaRN (arXiv:2309.00071).
@@ -140,7 +140,7 @@ class Attention(nn.Module):
 
         A query that matches a token then finds the token after it: induction in one layer instead of two.
         """
-        quarter = self.config.head_width // 4
+        quarter = self.config.head_dim // 4
         shifted = shift_tokens(k_BTHK, k_BTHK[:, :1])
         if follows_BT is not None:
             shifted = torch.where(follows_BT[..., None, None], shifted, k_BTHK)
@@ -152,8 +152,8 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.activation = config.activation
-        self.up = CastedLinear(config.width, config.mlp_width)
-        self.down = CastedLinear(config.mlp_width, config.width)
+        self.up = CastedLinear(config.width, config.mlp_dim)
+        self.down = CastedLinear(config.mlp_dim, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)

@@ -140,7 +140,7 @@ class GPTConfig:
                 f"model.width {self.width} does not split into {self.heads} heads of even width; "
                 f"model.heads may be one of {', '.join(map(str, good)) or 'none: choose an even width'}."
             )
-        if self.mlp_width < 1:
+        if self.mlp_dim < 1:
             raise UserError(f"model.mlp_ratio is {self.mlp_ratio}; with model.width {self.width} the MLP has no width.")
         self._check_layers()
         self._check_company()
@@ -201,7 +201,7 @@ class GPTConfig:
             ("attention_gates", self.attention_gates, attends, "a layer with attention (model.no_attention)"),
             ("key_offset", self.key_offset, self.rotary == "half", "model.rotary=half, for channels that stand still"),
             ("key_offset", self.key_offset, bool(self.long_layers), "long layers (model.long_layers)"),
-            ("rotary", self.rotary == "half", self.head_width % 4 == 0, f"head widths of 4n, not {self.head_width}"),
+            ("rotary", self.rotary == "half", self.head_dim % 4 == 0, f"head widths of 4n, not {self.head_dim}"),
         )  # fmt: skip
         for name, wanted, given, what in needs:
             if wanted and not given:
@@ -215,11 +215,11 @@ class GPTConfig:
             raise UserError(f"model.gate_inputs is {self.gate_inputs}; the gates read 1 to {self.width} channels.")
 
     @property
-    def head_width(self) -> int:
+    def head_dim(self) -> int:
         return self.width // self.heads
 
     @property
-    def mlp_width(self) -> int:
+    def mlp_dim(self) -> int:
         return int(self.mlp_ratio * self.width)
 
     def table(self) -> list[tuple[str, ...]]:
@@ -240,8 +240,8 @@ class GPTConfig:
                 "bigrams": self.bigram_rows > 0,
                 "backout": layer == self.backout,
             }
-            attention = f"{self.heads} heads of {self.head_width}" if has else "-"
-            mlp = f"{self.mlp_width} {self.activation}" if layer not in self.no_mlp else "-"
+            attention = f"{self.heads} heads of {self.head_dim}" if has else "-"
+            mlp = f"{self.mlp_dim} {self.activation}" if layer not in self.no_mlp else "-"
             value = f"{values[layer]}{' gated' * self.value_gates}" if layer in values else "-"
             lists = into + out, [text for text, on in also.items() if on]
             rows.append((str(layer), attention, mlp, window, value, *(", ".join(x) or "-" for x in lists)))

@@ -1,7 +1,8 @@
 """Attention over documents laid end to end, by one of two kernels for NVIDIA GPUs.
 
 `fa3` is Flash Attention 3, for Hopper: a kernel from the hub, through the optional package `kernels`. `varlen` is
-torch's own `varlen_attn`, Flash Attention 2, from Ampere on. Neither takes a mask: `edges` says where documents begin.
+torch's own `varlen_attn`, Flash Attention 2, from Ampere on. Neither takes a mask, but the offsets of
+documents, `cu_seqlens`.
 """
 
 import inspect
@@ -15,7 +16,7 @@ from torch import Tensor
 
 Kernel = Literal["fa3", "varlen"]
 HUB = ("kernels-community/flash-attn3", "varunneal/flash-attention-3")  # the hub's own build, then the records'
-# What each calls the edges (twice), the bound of a document's length (twice), the scale and the window; torch's own is
+# Keywords of cu_seqlens (twice), the longest document (twice), the scale and the window; torch's own is
 # causal by its window, and deterministic where torch is.
 KEYWORDS: dict[Kernel, tuple[str, ...]] = {
     "fa3": (
@@ -66,17 +67,17 @@ def check_keywords(function: Callable[..., Any]) -> None:
         raise TypeError(f"another version, whose flash_attn_varlen_func does not take {', '.join(missing)}")
 
 
-def edges_of(documents_BT: Tensor) -> Tensor:
+def cu_seqlens_of(doc_ids_BT: Tensor) -> Tensor:
     """(documents + 1,) int32: where each document begins in the rows laid end to end, and where the last one ends.
 
     A row begins a document, whatever number the row before ended with.
     """
-    begins = torch.ones_like(documents_BT, dtype=torch.bool)
-    begins[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
-    return F.pad(begins.flatten().nonzero().flatten(), (0, 1), value=documents_BT.numel()).int()
+    begins = torch.ones_like(doc_ids_BT, dtype=torch.bool)
+    begins[:, 1:] = doc_ids_BT[:, 1:] != doc_ids_BT[:, :-1]
+    return F.pad(begins.flatten().nonzero().flatten(), (0, 1), value=doc_ids_BT.numel()).int()
 
 
-def row_edges(B: int, T: int, device: torch.device) -> Tensor:
+def row_cu_seqlens(B: int, T: int, device: torch.device) -> Tensor:
     """The same where every row is one document."""
     return torch.arange(0, B * T + 1, T, dtype=torch.int32, device=device)
 
@@ -87,12 +88,12 @@ def attend_flash(
     k_BTHK: Tensor,
     v_BTHK: Tensor,
     *,
-    edges: Tensor,
-    longest: int,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
     window: int | None,
     scale: float | None,
 ) -> Tensor:
-    """`longest`: no document has more tokens. The grid of the backward pass grows with it.
+    """`max_seqlen`: no document has more tokens. The grid of the backward pass grows with it.
 
     It is a bound: the longest document's own length would compile anew for every batch.
     """
@@ -103,7 +104,8 @@ def attend_flash(
     B, T, H, K = q_BTHK.shape
     scale = 1 / math.sqrt(K) if scale is None else scale
     seen = (-1 if window is None else window, 0)  # tokens back and ahead; -1: all
-    values = (edges, edges, longest, longest, scale, seen, True, torch.are_deterministic_algorithms_enabled())
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    values = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale, seen, True, deterministic)
     how: dict[str, Any] = dict(zip(KEYWORDS[kernel], values, strict=False))
     y = function(*(x.reshape(B * T, H, K) for x in (q_BTHK, k_BTHK, v_BTHK)), **how)
     y = y[0] if isinstance(y, tuple) else y  # some builds return the log-sums beside it

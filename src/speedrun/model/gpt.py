@@ -20,7 +20,7 @@ from speedrun.model.block import AttentionArgs, Block, WindowData, Windows, gate
 from speedrun.model.config import GPTConfig
 from speedrun.model.embeddings import lookup
 from speedrun.model.head import logits_of, loss_sum, targets_ahead
-from speedrun.model.rotary import frequencies, rotary_tables, stretched
+from speedrun.model.rotary import frequencies, rotary_tables, yarn
 
 __all__ = [
     "GPT", "MATRICES", "TABLES", "Documents", "GPTConfig", "Role", "Windows", "count_parameters", "flops_per_token",
@@ -97,7 +97,7 @@ class GPT(nn.Module):
         self.sin: Tensor
         self.register_buffer("cos", torch.empty(0), persistent=False)
         self.register_buffer("sin", torch.empty(0), persistent=False)
-        self.windows_so_far: tuple[int, ...] = ()
+        self.window_history: tuple[int, ...] = ()
         self.sampling_windows: Windows | None = None
         self.sampling_tied = False
         self._positions(context)
@@ -128,16 +128,16 @@ class GPT(nn.Module):
 
     # ------------------------------------------------------------------ positions
 
-    def stretch(self, windows_so_far: tuple[int, ...]) -> None:
+    def apply_yarn(self, window_history: tuple[int, ...]) -> None:
         """Positions as YaRN leaves them after these long windows; does nothing without `yarn`."""
-        if self.config.yarn and windows_so_far != self.windows_so_far:
-            self.windows_so_far = windows_so_far
+        if self.config.yarn and window_history != self.window_history:
+            self.window_history = window_history
             self._positions(len(self.cos))
 
     def _positions(self, length: int) -> None:
         """Tables for `length` positions; they are computed, never learned or saved."""
         c = self.config
-        frequency, factor = stretched(frequencies(c.head_width, c.rotary_base, c.rotary), self.windows_so_far)
+        frequency, factor = yarn(frequencies(c.head_dim, c.rotary_base, c.rotary), self.window_history)
         # Queries and keys are both multiplied by these, so each gets the root of the scores' factor.
         cos, sin = (table * math.sqrt(factor) for table in rotary_tables(length, frequency))
         device = self.embed.device
@@ -149,7 +149,7 @@ class GPT(nn.Module):
 
     # ------------------------------------------------------------------ forward
 
-    def split_head(self) -> None:
+    def untie_head(self) -> None:
         """From now on the head is a table of its own, starting as a copy of the shared one.
 
         While they are one, both ends are learned faster; later each does better on its own.
@@ -182,24 +182,24 @@ class GPT(nn.Module):
         documents: Documents | None = None,
         *,
         windows: Windows | WindowData | None = None,
-        predict_M: Tensor | None = None,
+        mtp_weights_M: Tensor | None = None,
         tied: bool = True,
     ) -> Tensor:
         """Sum of the losses of all counted targets (-1 = not counted).
 
         Attention stays inside a document; None: every row is one. What follows changes with the stage of a run:
-        `predict_M` weighs the losses of the next, the second next... token (None: the next one alone), and `tied` is
+        `mtp_weights_M` weighs the losses of the next, the second next... token (None: the next one alone); `tied` is
         False from the split on.
         """
         x_BTD = self.features(ids_BT, documents, windows)
         # Predicting several tokens ahead gives early training more to learn from each position (arXiv:2404.19737).
-        ahead = 1 if predict_M is None else len(predict_M)
-        documents_BT = None if documents is None or self.config.across_documents else documents.ids_BT
-        targets_MN = targets_ahead(targets_BT, ahead, documents_BT)
+        ahead = 1 if mtp_weights_M is None else len(mtp_weights_M)
+        doc_ids_BT = None if documents is None or self.config.across_documents else documents.ids_BT
+        targets_MN = targets_ahead(targets_BT, ahead, doc_ids_BT)
         # Logits are bounded by a soft cap (Gemma 2, arXiv:2408.00118), and may be computed in 8-bit floats.
         weight = self.head_weight(tied)
         return loss_sum(
-            x_BTD.flatten(0, 1), weight, targets_MN, predict_M, self.config, training=torch.is_grad_enabled()
+            x_BTD.flatten(0, 1), weight, targets_MN, mtp_weights_M, self.config, training=torch.is_grad_enabled()
         )
 
     def features(
@@ -292,9 +292,9 @@ class GPT(nn.Module):
         # What the head should read may also be found in a middle layer.
         return self.backout_lambdas[0] * norm(x, eps) + self.backout_lambdas[1] * norm(output, eps)
 
-    def as_trained(self, windows: Windows | None, windows_so_far: tuple[int, ...], tied: bool) -> None:
+    def as_trained(self, windows: Windows | None, window_history: tuple[int, ...], tied: bool) -> None:
         """Make `logits` see what training saw last."""
-        self.stretch(windows_so_far)
+        self.apply_yarn(window_history)
         self.sampling_windows, self.sampling_tied = windows, tied
 
     def logits(self, ids_BT: Tensor) -> Tensor:
@@ -308,7 +308,7 @@ def flops_per_token(config: GPTConfig, length: int, windows: Windows | None = No
     c = config
     attention_layers = [i for i in range(c.layers) if i not in c.no_attention]
     mlps = c.layers - len(c.no_mlp)
-    weights = len(attention_layers) * 4 * c.width**2 + mlps * 2 * c.width * c.mlp_width + c.vocab * c.width
+    weights = len(attention_layers) * 4 * c.width**2 + mlps * 2 * c.width * c.mlp_dim + c.vocab * c.width
     seen = 0.0  # keys per query, on average
     for i in attention_layers:
         window = length if windows is None else (windows.long if i in c.long_layers else windows.short)

@@ -52,13 +52,13 @@ def log_total(logits: Tensor, config: GPTConfig) -> Tensor:
     return logits.logsumexp(-1)
 
 
-def targets_ahead(targets_BT: Tensor, count: int, documents_BT: Tensor | None = None) -> Tensor:
+def targets_ahead(targets_BT: Tensor, count: int, doc_ids_BT: Tensor | None = None) -> Tensor:
     """(count, N): for each position the next, the second next... target; -1 beyond the row or in another document."""
     found = [targets_BT]
     for k in range(1, count):
         target = F.pad(targets_BT[:, k:], (0, k), value=-1)
-        if documents_BT is not None:
-            target = torch.where(F.pad(documents_BT[:, k:], (0, k), value=-1) == documents_BT, target, -1)
+        if doc_ids_BT is not None:
+            target = torch.where(F.pad(doc_ids_BT[:, k:], (0, k), value=-1) == doc_ids_BT, target, -1)
         found.append(target)
     return torch.stack(found).flatten(1)
 

@@ -6,7 +6,7 @@ half of the pairs have frequency 0: they stand still, and carry what does not de
 
 YaRN: when the long window grows from `old` to `new` tokens, frequencies that turn less than once within the old window
 are slowed by old/new, so that no distance turns further than it ever did; those that turn more than 32 times are kept,
-and the scores are sharpened a little. The changes accumulate; `stretched` computes them from the list of all windows so
+and the scores are sharpened a little. The changes accumulate; `yarn` computes them from the list of all windows so
 far, so there is no state to save.
 """
 
@@ -20,16 +20,16 @@ SLOW_TURNS, FAST_TURNS = 1.0, 32.0
 SHARPEN = 0.2
 
 
-def frequencies(head_width: int, base: float, form: str = "full") -> Tensor:
+def frequencies(head_dim: int, base: float, form: str = "full") -> Tensor:
     """Radians per token of each channel pair, (K/2,), float64."""
     if form == "full":
-        return base ** (-torch.arange(0, head_width, 2, dtype=torch.float64) / head_width)
-    turning = head_width // 4
+        return base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    turning = head_dim // 4
     exponents = torch.linspace(0, 1, turning, dtype=torch.float64)
-    return torch.cat([(1 / base) ** exponents, torch.zeros(head_width // 2 - turning, dtype=torch.float64)])
+    return torch.cat([(1 / base) ** exponents, torch.zeros(head_dim // 2 - turning, dtype=torch.float64)])
 
 
-def stretch(frequency_K: Tensor, old: int, new: int) -> tuple[Tensor, float]:
+def yarn_step(frequency_K: Tensor, old: int, new: int) -> tuple[Tensor, float]:
     """Frequencies after the window grew from `old` to `new` tokens, and the factor of the scores."""
     turns = old * frequency_K / (2 * math.pi)
     keep = ((turns - SLOW_TURNS) / (FAST_TURNS - SLOW_TURNS)).clamp(0, 1)
@@ -37,11 +37,11 @@ def stretch(frequency_K: Tensor, old: int, new: int) -> tuple[Tensor, float]:
     return frequency_K * (ratio + keep * (1 - ratio)), 1 + SHARPEN * math.log(new / old)
 
 
-def stretched(frequency_K: Tensor, windows: tuple[int, ...]) -> tuple[Tensor, float]:
+def yarn(frequency_K: Tensor, windows: tuple[int, ...]) -> tuple[Tensor, float]:
     """After all changes of the long window so far."""
     scale = 1.0
     for old, new in itertools.pairwise(windows):
-        frequency_K, factor = stretch(frequency_K, old, new)
+        frequency_K, factor = yarn_step(frequency_K, old, new)
         scale *= factor
     return frequency_K, scale
 

@@ -38,10 +38,10 @@ def panels(recipe: Recipe) -> list[tuple[str, Lines]]:
         names = ("next token", "second", "third")
 
         def weight(k: int) -> list[float | None]:
-            return over(lambda s: s.predict[k] if k < len(s.predict) else None)
+            return over(lambda s: s.mtp_weights[k] if k < len(s.mtp_weights) else None)
 
         found.append(("loss weights", [(name, weight(k)) for k, name in enumerate(names)]))
-    if schedule.split_step is not None:
+    if schedule.untie_step is not None:
         found.append(("head tied to the embedding", [("", over(lambda s: float(s.tied)))]))
     return found
 

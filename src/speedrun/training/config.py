@@ -75,8 +75,8 @@ class Recipe:
         m, s, o = self.model, self.schedule, self.optim
         if bool(s.split) != m.split:
             raise UserError(f"model.split is {m.split} and schedule.split is {s.split}; both or neither must be on.")
-        if s.split_step is not None and s.split_step >= s.total:
-            raise UserError(f"schedule.split {s.split} is step {s.split_step}, but the run has {s.total} steps.")
+        if s.untie_step is not None and s.untie_step >= s.total:
+            raise UserError(f"schedule.split {s.split} is step {s.untie_step}, but the run has {s.total} steps.")
         if m.yarn and not s.has_windows:
             raise UserError(
                 "model.yarn follows the attention window: set schedule.window_ramp or window_cubic, or turn it off."

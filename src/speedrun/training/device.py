@@ -118,7 +118,7 @@ def choose(
         found, why_dtype = _choose_dtype(chosen, threads, model, tokens)
     else:
         found, why_dtype = getattr(torch, dtype), "as asked"
-    kernel = choose_backend(attention, chosen, found, None if model is None else model.head_width)
+    kernel = choose_backend(attention, chosen, found, None if model is None else model.head_dim)
     torch.set_num_threads(threads)
     units = chosen.type != "cuda" or has_fp8_units(chosen)
     return Machine(chosen, why, found, why_dtype, threads, why_threads, *kernel, limit, fp8_units=units)

@@ -99,7 +99,7 @@ def examine(recipe: Recipe, track: Track, machine: Machine, options: Options, ou
             "--checkpoint-every 0."
         )
     laid = spans(recipe.schedule)
-    flops = sum(s[0].tokens * len(s) * flops_per_token(recipe.model, s[0].length, s[0].windows) for s in laid)
+    flops = sum(s[0].tokens * len(s) * flops_per_token(recipe.model, s[0].seq_len, s[0].windows) for s in laid)
     return DryRun(
         count=sum(p.numel() for p in model.parameters()),
         parameters=parameter_table(kinds_of(optimizer, roles, recipe), states),
@@ -161,7 +161,7 @@ def spans(schedule: ScheduleConfig) -> list[list[Stage]]:
     """The steps, parted wherever something else than a rate, a momentum or a weight changes."""
 
     def what(s: Stage) -> tuple[object, ...]:
-        return s.rows, s.length, s.windows, len(s.predict), s.tied
+        return s.batch_size, s.seq_len, s.windows, len(s.mtp_weights), s.tied
 
     return [list(alike) for _, alike in itertools.groupby(map(schedule.at, range(schedule.total)), what)]
 
@@ -170,16 +170,16 @@ def stage_table(recipe: Recipe, laid: list[list[Stage]]) -> list[Row]:
     def over(values: Iterable[float]) -> str:
         return " > ".join(f"{value:.4g}" for value in values) or "-"
 
-    rows: list[Row] = [("steps", "rows x length", "windows", "lr factor", "momentum", "loss weights", "head")]
+    rows: list[Row] = [("steps", "batch x length", "windows", "lr factor", "momentum", "loss weights", "head")]
     for stages in laid:
         first, last = stages[0], stages[-1]
         windows = "-" if first.windows is None else f"{first.windows.short}, {first.windows.long}"
         lr = over(turns([s.lr for s in stages]))
         momentum = over(turns([s.momentum for s in stages if s.momentum is not None]))
-        weights = ", ".join(over(dict.fromkeys(pair)) for pair in zip(first.predict, last.predict, strict=True))
+        weights = ", ".join(over(dict.fromkeys(pair)) for pair in zip(first.mtp_weights, last.mtp_weights, strict=True))
         head = "tied" if recipe.model.tied and (first.tied or not recipe.model.split) else "its own"
-        head += ", then split" if last.splits else ""
-        shape = f"{first.rows} x {first.length}"
+        head += ", then untied" if last.untie else ""
+        shape = f"{first.batch_size} x {first.seq_len}"
         rows.append((f"{first.step}-{last.step}", shape, windows, lr, momentum, weights, head))
     return rows
 
@@ -224,7 +224,7 @@ def smaller_batches(memory: Memory, schedule: ScheduleConfig, ranks: int) -> lis
     """From which step on a batch does not fit into memory at once, a sentence for each change."""
     since: dict[tuple[int, int], int] = {}  # (rows, of how many): which step
     for stage in schedule.visits() if memory.measured is not None else ():
-        mine = -(-stage.rows // ranks)
+        mine = -(-stage.batch_size // ranks)
         if (rows := memory.micro_rows.get(stage.shape, mine)) < mine:
             since.setdefault((rows, mine), stage.step)
     return [
@@ -284,7 +284,7 @@ def matmul_speed(machine: Machine, config: GPTConfig, seconds: float = 1.0) -> f
 
     The largest of several attempts: what else the machine does at this moment is not the run's.
     """
-    width, hidden, tokens = min(config.width, 2048), min(config.mlp_width, 8192), 1024
+    width, hidden, tokens = min(config.width, 2048), min(config.mlp_dim, 8192), 1024
     x = torch.randn(tokens, width, device=machine.device, dtype=machine.dtype)
     w = torch.randn(hidden, width, device=machine.device, dtype=machine.dtype)
     repeats = max(1, int(1e9 / (2 * tokens * width * hidden)))  # so that an attempt is longer than the clock is coarse

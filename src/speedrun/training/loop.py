@@ -73,7 +73,7 @@ class Loop:
         if self.state.loader is not None:
             loader.load_state_dict(self.state.loader)
         stages = (self.recipe.schedule.at(s) for s in range(self.state.start, self.steps))
-        return Prefetcher(loader, ((s.rows, s.length) for s in stages))
+        return Prefetcher(loader, ((s.batch_size, s.seq_len) for s in stages))
 
     def prepare(self, saved: checkpoint.Checkpoint | None) -> float:
         """Describe the run in its log, warm up and restore. Returns the seconds of the warm-up."""

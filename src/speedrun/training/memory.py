@@ -18,7 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from speedrun.errors import UserError
-from speedrun.model.flash import row_edges
+from speedrun.model.flash import row_cu_seqlens
 from speedrun.model.gpt import GPT, Documents
 from speedrun.model.head import piece_rows
 from speedrun.optim import Snoo, TrainerOptimizer
@@ -105,7 +105,7 @@ def memory_of(recipe: Recipe, machine: Machine, options: Options, ranks: int = 1
         "process": process,
     }
     visits = recipe.schedule.visits()
-    largest = max(visits, key=lambda s: (s.tokens, s.windows or (), len(s.predict)))
+    largest = max(visits, key=lambda s: (s.tokens, s.windows or (), len(s.mtp_weights)))
     estimate: int | None = None
     need: list[tuple[int, int, bool | None]] = []  # row, rows, measured
     micro_rows: dict[tuple[object, ...], int] = {}
@@ -116,7 +116,7 @@ def memory_of(recipe: Recipe, machine: Machine, options: Options, ranks: int = 1
             if estimate is None:
                 estimate = row_bytes(recipe, machine, largest) if machine.here else 0
             row = estimate
-        mine = -(-stage.rows // ranks)
+        mine = -(-stage.batch_size // ranks)
         rows = min(options.micro_rows or mine, mine)
         if gpu and usable and not options.micro_rows:
             rows = fitting(mine, row, usable - sum(fixed.values()))
@@ -148,8 +148,8 @@ def graph_of(recipe: Recipe, stage: Stage, kernels: str, *, training: bool = Tru
         "attention": kernels,
         "weights": recipe.optim.weights,
         "packing": recipe.loader.packing,
-        "length": stage.length if training else recipe.validation.length,
-        "predicted": len(stage.predict) if training else 0,
+        "length": stage.seq_len if training else recipe.validation.length,
+        "predicted": len(stage.mtp_weights) if training else 0,
         "tied": stage.tied,
     }
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
@@ -212,16 +212,16 @@ def row_bytes(recipe: Recipe, machine: Machine, stage: Stage) -> int:
         model = GPT(recipe.model, recipe.context, machine.attention)
         if recipe.optim.weights != "float32":
             model.store_matrices(torch.bfloat16)
-        ids = torch.zeros(1, stage.length, dtype=torch.long)
-        documents = Documents(torch.zeros_like(ids), row_edges(1, stage.length, machine.device))
-        weights = torch.zeros(len(stage.predict)) if len(stage.predict) > 1 else None
+        ids = torch.zeros(1, stage.seq_len, dtype=torch.long)
+        documents = Documents(torch.zeros_like(ids), row_cu_seqlens(1, stage.seq_len, machine.device))
+        weights = torch.zeros(len(stage.mtp_weights)) if len(stage.mtp_weights) > 1 else None
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), machine.arithmetic():
             packed = documents if recipe.loader.packing == "documents" else None
-            loss = model(ids, ids, packed, windows=stage.windows, predict_M=weights, tied=stage.tied)
+            loss = model(ids, ids, packed, windows=stage.windows, mtp_weights_M=weights, tied=stage.tied)
         own = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
         saved = sum(size for storage, size in kept.items() if storage not in own)
         del loss
-    return saved + GRADIENT_COPIES * 4 * stage.length * recipe.model.vocab
+    return saved + GRADIENT_COPIES * 4 * stage.seq_len * recipe.model.vocab
 
 
 def problems_of(memory: Memory, recipe: Recipe) -> list[str]:

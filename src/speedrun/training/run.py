@@ -61,7 +61,7 @@ def check_supply(recipe: Recipe, tokens: TokenFolder, track: Track) -> None:
     """On a track that is seen once, too few tokens are told before the run, not after hours of it."""
     if track.once:
         s = recipe.schedule
-        fineweb.check_supply(tokens, recipe.loader, tokens=s.tokens, length=s.length)
+        fineweb.check_supply(tokens, recipe.loader, tokens=s.tokens, seq_len=s.length)
 
 
 def check_rules(recipe: Recipe, track: Track) -> None:

@@ -77,7 +77,7 @@ def _operands(recipe: Recipe) -> Iterator[tuple[str, float, float, float, tuple[
         yield "weight", w_scale, std, LARGEST_DRAW * std, E4M3_RANGE
     usual, steepest = _slopes(m)
     divisors = [backward_divisor(recipe, stage.tokens) for stage in stages]
-    weight = max(sum(stage.predict) for stage in stages)
+    weight = max(sum(stage.mtp_weights) for stage in stages)
     # Of a token that is no target, as likely as any other; and of a target that was thought to be impossible.
     yield "gradient of a logit", g_scale, usual / m.vocab / max(divisors), steepest * weight / min(divisors), E5M2_RANGE
 

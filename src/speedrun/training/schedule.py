@@ -25,31 +25,31 @@ class Stage:
     step: int
     lr: float
     """Factor of every group's base learning rate."""
-    rows: int
-    """Rows in the batch, over all micro-batches and processes."""
-    length: int
-    """Tokens in a row."""
+    batch_size: int
+    """Sequences in the batch, over all micro-batches and processes."""
+    seq_len: int
+    """Tokens in a sequence."""
     momentum: float | None = None
     """Muon's momentum; None leaves it as the recipe has it."""
     windows: Windows | None = None
     """How far back attention looks; None: over the whole row."""
-    windows_so_far: tuple[int, ...] = ()
+    window_history: tuple[int, ...] = ()
     """The long windows up to now that rotary positions follow, in order."""
-    predict: tuple[float, ...] = (1.0,)
+    mtp_weights: tuple[float, ...] = (1.0,)
     """Weights of the losses of the next, second next... token."""
     tied: bool = True
     """Whether a tied head is still tied."""
-    splits: bool = False
+    untie: bool = False
     """Whether the head becomes a table of its own at the end of this step."""
 
     @property
     def tokens(self) -> int:
-        return self.rows * self.length
+        return self.batch_size * self.seq_len
 
     @property
     def shape(self) -> tuple[object, ...]:
         """Two stages of the same shape need the same compiled code."""
-        return self.rows, self.length, self.windows, self.windows_so_far, len(self.predict), self.tied
+        return self.batch_size, self.seq_len, self.windows, self.window_history, len(self.mtp_weights), self.tied
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class ScheduleConfig:
 
     @property
     def tokens(self) -> int:
-        return sum(self._rows(s) for s in range(self.total)) * self.length
+        return sum(self._batch_size(s) for s in range(self.total)) * self.length
 
     @property
     def max_tokens(self) -> int:
@@ -168,24 +168,24 @@ class ScheduleConfig:
         return bool(self.window_ramp or self.window_cubic)
 
     @property
-    def split_step(self) -> int | None:
-        """The step at whose end the head splits off; odd, so that an Adam that steps every second time has stepped."""
+    def untie_step(self) -> int | None:
+        """The step at whose end the head is untied; odd, so that an Adam that steps every second time has stepped."""
         return math.ceil(self.split * self.steps) | 1 if self.split else None
 
     def at(self, step: int) -> Stage:
         windows = self._windows(step)
-        split = self.split_step
+        untie_step = self.untie_step
         return Stage(
             step=step,
             lr=self._lr(step),
-            rows=self._rows(step),
-            length=self.length,
+            batch_size=self._batch_size(step),
+            seq_len=self.length,
             momentum=self._momentum(step),
             windows=windows,
-            windows_so_far=self._so_far(step),
-            predict=self._predict(step),
-            tied=split is None or step <= split,
-            splits=step == split,
+            window_history=self._window_history(step),
+            mtp_weights=self._mtp_weights(step),
+            tied=untie_step is None or step <= untie_step,
+            untie=step == untie_step,
         )
 
     def after(self, done: int) -> Stage:
@@ -194,7 +194,7 @@ class ScheduleConfig:
         A wider view costs nothing there, as validation is not timed.
         """
         last = self.at(max(0, done - 1))
-        if last.splits:
+        if last.untie:
             last = dataclasses.replace(last, tied=False)
         if done == self.total and last.windows is not None and self.window_final:
             last = dataclasses.replace(last, windows=Windows(last.windows.short, self.window_final))
@@ -210,7 +210,7 @@ class ScheduleConfig:
 
     def shapes(self) -> list[tuple[int, int]]:
         """Every distinct (rows, length)."""
-        return list(dict.fromkeys((self._rows(s), self.length) for s in range(self.total)))
+        return list(dict.fromkeys((self._batch_size(s), self.length) for s in range(self.total)))
 
     # ------------------------------------------------------------------ one number each
 
@@ -218,7 +218,7 @@ class ScheduleConfig:
         """Which of `slots` equal parts of the scheduled steps a step is in; the extension is in the last."""
         return min(slots - 1, slots * step // self.steps)
 
-    def _rows(self, step: int) -> int:
+    def _batch_size(self, step: int) -> int:
         """A ramp begins with small batches: early in a run they gain more per token."""
         return self.batch_ramp[self._slot(step, len(self.batch_ramp))] if self.batch_ramp else self.rows
 
@@ -262,7 +262,7 @@ class ScheduleConfig:
         short = max(1, long // self.window_block // 2) * self.window_block
         return Windows(min(short, self.window_short or short), long)
 
-    def _so_far(self, step: int) -> tuple[int, ...]:
+    def _window_history(self, step: int) -> tuple[int, ...]:
         """Every long window that rotary positions follow, up to this step."""
         if not self.has_windows:
             return ()
@@ -287,7 +287,7 @@ class ScheduleConfig:
             return self.momentum_high - span * ((step - begin) / self.momentum_cooldown)
         return self.momentum_high
 
-    def _predict(self, step: int) -> tuple[float, ...]:
+    def _mtp_weights(self, step: int) -> tuple[float, ...]:
         """Weights for three tokens, then for two, then for one: in the end only the next one counts."""
         if self.predict == 1:
             return (1.0,)

@@ -15,7 +15,7 @@ from torch.profiler import record_function
 
 from speedrun.data.loader import Batch
 from speedrun.errors import UserError
-from speedrun.model.attention import takes_edges
+from speedrun.model.attention import takes_cu_seqlens
 from speedrun.model.gpt import GPT, Documents
 from speedrun.optim import Interleaved
 from speedrun.optim.finite import NonFiniteGradient
@@ -73,7 +73,7 @@ class Trainer:
 
     def step(self, stage: Stage, batch: Batch) -> float:
         """Train on one batch. Returns the mean loss of its tokens, over all ranks."""
-        self.model.stretch(stage.windows_so_far)
+        self.model.apply_yarn(stage.window_history)
         with record_function("compute: backward model"):
             loss = self.gradients(batch, stage)
         loss = self.agreed(loss)
@@ -94,8 +94,8 @@ class Trainer:
             raise NonFiniteLoss(f"the loss of step {stage.step} is finite, but a gradient is not: {e}") from e
         finally:
             self.optimizer.zero_grad(set_to_none=True)
-        if stage.splits:
-            self.model.split_head()
+        if stage.untie:
+            self.model.untie_head()
             assert self.model.head is not None
             self.optimizer.copy_state(self.model.embed, self.model.head)
         return loss
@@ -142,16 +142,16 @@ class Trainer:
     def micro_loss(self, batch: Batch, stage: Stage) -> Tensor:
         """Summed loss of some rows. With gradients it weighs the predicted tokens as the stage says."""
         windows = stage.windows and stage.windows.for_rows(batch.inputs.shape[1], self.device)
-        predict = None
-        if len(stage.predict) > 1 and torch.is_grad_enabled():
-            predict = torch.tensor(stage.predict, device=self.device)
+        mtp_weights = None
+        if len(stage.mtp_weights) > 1 and torch.is_grad_enabled():
+            mtp_weights = torch.tensor(stage.mtp_weights, device=self.device)
         with self.job.machine.arithmetic():
             return self.loss_of(
                 batch.inputs.to(self.device),
                 batch.targets.to(self.device),
                 self.documents(batch),
                 windows=windows,
-                predict_M=predict,
+                mtp_weights_M=mtp_weights,
                 tied=stage.tied,
             )
 
@@ -160,7 +160,7 @@ class Trainer:
         doc_ids = batch.doc_ids
         if doc_ids is None:
             return None
-        cu_seqlens = batch.cu_seqlens if takes_edges(self.job.machine.attention) else None
+        cu_seqlens = batch.cu_seqlens if takes_cu_seqlens(self.job.machine.attention) else None
         if cu_seqlens is not None:
             cu_seqlens = cu_seqlens.to(self.device)
             torch._dynamo.mark_dynamic(cu_seqlens, 0)  # one graph, should documents once be too many

@@ -15,8 +15,8 @@ def validation_batches(job: Job, split: str) -> Iterator[loader.Batch]:
     v, tokens = job.recipe.validation, job.tokens
     return loader.validation_batches(
         tokens.shards(split),
-        rows=v.rows,
-        length=v.length,
+        batch_size=v.rows,
+        seq_len=v.length,
         bos=tokens.bos,
         vocab_size=tokens.vocab_size,
         packing=job.recipe.loader.packing,
@@ -29,7 +29,7 @@ def validation_batches(job: Job, split: str) -> Iterator[loader.Batch]:
 def validate(trainer: Trainer, split: str, done: int) -> float:
     """Mean loss over the split's tokens after `done` steps, from float32 logits. Ranks take batches in turn."""
     comm, stage = trainer.comm, trainer.recipe.schedule.after(done)
-    trainer.model.stretch(stage.windows_so_far)
+    trainer.model.apply_yarn(stage.window_history)
     total, count = 0.0, 0
     for k, batch in enumerate(validation_batches(trainer.job, split)):
         if k % comm.size == comm.rank:

@@ -15,12 +15,12 @@ from speedrun.training.step import NonFiniteLoss, Trainer
 from speedrun.training.watchdog import lost_connection
 
 
-def made_up(job: Job, rows: int, length: int, generator: torch.Generator) -> Batch:
+def made_up(job: Job, batch_size: int, seq_len: int, generator: torch.Generator) -> Batch:
     """A batch of random tokens, two documents in a row."""
-    ids = torch.randint(job.tokens.vocab_size, (rows, length), generator=generator)
+    ids = torch.randint(job.tokens.vocab_size, (batch_size, seq_len), generator=generator)
     packed = job.recipe.loader.packing == "documents"
-    longest = job.recipe.loader.max_document if torch.is_grad_enabled() else job.recipe.validation_max_document
-    return Batch(ids, ids.clone(), (np.array([0, length // 2]),) * rows if packed else None, {}, longest)
+    max_doc_len = job.recipe.loader.max_document if torch.is_grad_enabled() else job.recipe.validation_max_document
+    return Batch(ids, ids.clone(), (np.array([0, seq_len // 2]),) * batch_size if packed else None, {}, max_doc_len)
 
 
 def warm_up(trainer: Trainer) -> None:
@@ -68,10 +68,10 @@ def visit(trainer: Trainer, generator: torch.Generator) -> None:
             job.doing(f"{what} the training step, stage {k + 1} of {len(visits)}", compiling=True)
             with contextlib.suppress(NonFiniteLoss):  # an absurd learning rate fails in the run, not here
                 gentle = dataclasses.replace(stage, lr=1e-3)
-                trainer.step(gentle, made_up(job, stage.rows, stage.length, generator))
+                trainer.step(gentle, made_up(job, stage.batch_size, stage.seq_len, generator))
     for stage in {s.shape: s for s in map(schedule.after, v.moments(schedule.total))}.values():
         job.doing(f"{what} the validation", compiling=True)
-        trainer.model.stretch(stage.windows_so_far)
+        trainer.model.apply_yarn(stage.window_history)
         with torch.no_grad():
             trainer.micro_loss(made_up(job, v.rows, v.length, generator), stage).item()
 
