@@ -49,7 +49,7 @@ def test_the_table_of_stages_is_the_schedule(name: str, track: str) -> None:
     (heads, *rows), first, last = stage_table(recipe, laid), laid[0], laid[-1]
     assert [len(row) for row in rows] == [len(heads)] * len(laid)
     assert rows[0][0] == f"0-{len(first) - 1}"
-    assert rows[-1][:2] == (f"{last[0].step}-{schedule.total - 1}", f"{last[0].rows} x {last[0].length}")
+    assert rows[-1][:2] == (f"{last[0].step}-{schedule.total - 1}", f"{last[0].batch_size} x {last[0].seq_len}")
     assert rows[-1][3].endswith(f"{last[-1].lr:.4g}")
     assert ("then untied" in " ".join(row[-1] for row in rows)) == any(s.untie for stages in laid for s in stages)
 

@@ -59,7 +59,7 @@ def test_a_graph_is_known_by_what_its_memory_depends_on() -> None:
     recipe = get_recipe("interleaved", "short")
     stages = recipe.schedule.visits()
     graph = graph_of(recipe, stages[0], "fa3")
-    wider = dataclasses.replace(stages[0], windows=stages[-1].windows, rows=99, lr=0.1)
+    wider = dataclasses.replace(stages[0], windows=stages[-1].windows, batch_size=99, lr=0.1)
     assert graph_of(recipe, wider, "fa3") == graph, "a window is a constant in it, and rows are counted"
     assert graph_of(recipe, stages[-1], "fa3") != graph, "it predicts fewer tokens"
     assert graph_of(recipe, stages[0], "varlen") != graph

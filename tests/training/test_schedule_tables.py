@@ -31,7 +31,7 @@ MEDIUM = ScheduleConfig(
     ("step", "rows"), [(0, 64), (599, 64), (600, 128), (1199, 128), (1200, 192), (1799, 192), (1800, 192), (1839, 192)]
 )
 def test_short_batches(step, rows) -> None:
-    assert SHORT.at(step).rows == rows
+    assert SHORT.at(step).batch_size == rows
 
 
 def test_tokens_in_total() -> None:
@@ -80,7 +80,7 @@ def test_only_the_last_validation_sees_the_final_window() -> None:
 
 
 def test_medium_changes_come_at_the_right_steps() -> None:
-    rows = [s for s in range(1, MEDIUM.total) if MEDIUM.at(s).rows != MEDIUM.at(s - 1).rows]
+    rows = [s for s in range(1, MEDIUM.total) if MEDIUM.at(s).batch_size != MEDIUM.at(s - 1).batch_size]
     assert rows == [392, 784, 1175]
     windows = [s for s in range(1, MEDIUM.total) if MEDIUM.at(s).windows != MEDIUM.at(s - 1).windows]
     assert windows == [392, 784, 1175, 1567, 1959, 2350, 2742, 3134]
