@@ -12,7 +12,7 @@ GPU: kernel launches, how often the host waits for the GPU (syncs) or copies to 
     python -m benchmarks.gpu --only loss              what contains this word
     python -m benchmarks.gpu --kernels --only loss    also compile the Triton kernels to machine code, with ptxas
     python -m benchmarks.gpu --only "step of" --lines  launches and syncs of a training step, by line of source
-    python -m benchmarks.gpu --write                  keep the numbers in the package, in training/gpus.json, for dry runs
+    python -m benchmarks.gpu --write            keep the numbers in the package, in training/gpus.json, for dry runs
 
 Without --write the numbers are compared with those that were kept; the exit code is 1 if one is worse or a graph fails.
 Needs g++ and the package triton.
