@@ -241,3 +241,25 @@ def test_fsdp2_with_torch_distributed_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*.py")), ids=lambda file: file.stem)
 def test_examples_stay_short(file: Path) -> None:
     assert len(file.read_text().splitlines()) <= (250 if file == FILE else 64)
+
+
+# ------------------------------------------------------------------------- own text
+
+
+def test_own_text_is_encoded_trained_on_and_continued(tmp_path: Path) -> None:
+    pages = [str(page) for page in sorted((ROOT / "docs").glob("*.md"))]
+    said = output(tmp_path, str(ROOT / "examples" / "own_text.py"), *pages, "--steps", "3")
+    loss = re.search(r"^3 steps  validation loss (\d\.\d{4})\nThe", said, re.MULTILINE)
+    assert loss is not None
+    assert 4 < float(loss[1]) < 8.5
+    assert TokenFolder.read(tmp_path / "my-text" / "tokens").files.keys() == {"train_000000.bin", "val_000000.bin"}
+    assert read_metrics(tmp_path / "my-text" / "run", "val")[-1]["loss"] == pytest.approx(float(loss[1]), abs=1e-4)
+
+
+def test_own_text_that_is_not_there(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "own_text.py"), "missing.txt"],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "own_text.py: There is no file or folder missing.txt; check the name.\n"
