@@ -197,4 +197,4 @@ print(*sorted(name for name in sys.modules if name.startswith("speedrun") and no
     loaded, rooms = done.stdout.splitlines()
     generated = {"_remote_module_non_scriptable"}  # by torch.distributed.nn, while it is imported
     assert set(loaded.split()) - sys.stdlib_module_names - generated - {"torch"} == {"speedrun"}
-    assert rooms == "speedrun"
+    assert rooms == "speedrun speedrun.lazy"
