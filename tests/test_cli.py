@@ -217,6 +217,7 @@ MISTAKES = [
         "compute capability 8.0 or later (the device is cpu); here there is sdpa: choose that",
     ),
     ("train --data TOKENS --threads 0", "threads is 0; it must be at least 1."),
+    ("train --data TOKENS --threads 5000 --dtype float32", "threads is 5000; it must be at most 4096."),
     ("train --data TOKENS --micro-rows 0", "--micro-rows is 0; it must be at least 1."),
     ("train --data TOKENS --keep 0", "--keep is 0; it must be at least 1."),
     ("train --data TOKENS --checkpoint-every -1", "--checkpoint-every is -1; it must be at least 0."),

@@ -101,6 +101,17 @@ def test_a_launcher_need_not_say_how_many_share_the_machine(asked: str, monkeypa
         device.choose(asked, threads=1)
 
 
+def test_more_threads_than_openmp_grants_are_refused_where_products_would_be_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OMP_THREAD_LIMIT", "1")
+    for dtype in ("auto", "bfloat16"):
+        with pytest.raises(UserError, match="threads is 2; it must be at most 1, the value of OMP_THREAD_LIMIT"):
+            device.choose("cpu", dtype, threads=2)
+    threads = torch.get_num_threads()
+    assert device.choose("cpu", "float32", threads=threads).threads == threads
+
+
 def test_one_process_may_name_its_gpu_also_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = Gpus(monkeypatch, 4)
     for _ in range(2):

@@ -20,7 +20,7 @@ from speedrun.model.head import has_fp8_units
 from speedrun.training import arithmetic
 from speedrun.training.distributed import is_first, local_rank, neighbours
 from speedrun.training.gpus import ATTENTION, GPUS
-from speedrun.training.load import usable_cores
+from speedrun.training.load import MOST_THREADS, thread_limit, usable_cores
 from speedrun.training.telemetry import memory_bytes
 
 
@@ -108,8 +108,10 @@ def choose(
         if limit:
             torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(chosen).total_memory)
         why = torch.cuda.get_device_name(chosen) + why
-    if threads is not None and threads < 1:
-        raise UserError(f"threads is {threads}; it must be at least 1.")
+    most = MOST_THREADS if dtype == "float32" else thread_limit()
+    if threads is not None and not 1 <= threads <= most:
+        upper = f"at most {most}" + ", the value of OMP_THREAD_LIMIT" * (most < MOST_THREADS)
+        raise UserError(f"threads is {threads}; it must be {'at least 1' if threads < 1 else upper}.")
     cores, here = usable_cores(), neighbours()
     why_threads = "as asked" if threads else f"{cores} usable cores" + (f" for {here} processes" if here > 1 else "")
     threads = threads or max(1, cores // here)

@@ -13,6 +13,7 @@ BUSY = 0.25  # cores; less is what any system does beside
 SLOWER = 1.5  # times as long for the same tokens as in the fastest window so far
 WINDOW = 10.0  # seconds
 GLANCE = 0.5  # seconds between two looks at what others are doing
+MOST_THREADS = 4096  # of one process
 
 
 class Load:
@@ -41,10 +42,15 @@ class Load:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use. oneDNN's bf16 products are wrong when OpenMP grants fewer threads than asked."""
+    """Cores that this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, thread_limit())
+
+
+def thread_limit() -> int:
+    """Threads that OpenMP grants. If it grants fewer than torch asks for, oneDNN's bf16 products are wrong."""
     limit = os.environ.get("OMP_THREAD_LIMIT", "")
-    return min(cores, int(limit)) if limit.isdecimal() and int(limit) > 0 else cores
+    return min(int(limit), MOST_THREADS) if limit.isdecimal() and int(limit) > 0 else MOST_THREADS
 
 
 def _all_seconds() -> float:

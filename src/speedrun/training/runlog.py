@@ -36,6 +36,7 @@ from speedrun.checks import Count, NotNegative, Positive
 from speedrun.errors import UserError
 from speedrun.files import DELETE, explained, from_json, new_folder, read_json, read_lines, write_atomic, write_json
 from speedrun.training.config import Options, PublishedCurve, Recipe
+from speedrun.training.load import MOST_THREADS
 
 RUN = "run.json"
 METRICS = "metrics.jsonl"
@@ -71,7 +72,7 @@ class RunInfo:
     options: Options
     machine: tuple[str, ...]
     """Device, arithmetic, threads and attention, each with the reason."""
-    threads: Annotated[int, Meta(ge=1, le=4096)]
+    threads: Annotated[int, Meta(ge=1, le=MOST_THREADS)]
     started: datetime
     command: tuple[str, ...]
     git: dict[str, Any] | None
