@@ -132,7 +132,7 @@ def main() -> int:
         measure(args.inside, args.only, args.kernels)
         return 0
     kept = {(row["device"], row["name"]): row for row in json.loads(TABLE.read_text())} if TABLE.exists() else {}
-    failed = False
+    failed, seen = False, set[tuple[str, str]]()
     try:
         environment = pretend.preloaded_environment(Path(tempfile.gettempdir()) / "speedrun-gpu-bench")
     except pretend.Absent as e:
@@ -144,9 +144,10 @@ def main() -> int:
         command = [sys.executable, "-m", "benchmarks.gpu", "--inside", device, *["--kernels"] * args.kernels]
         command += ["--only", *args.only] if args.only else []
         stepping = False
-        with subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        ) as p:
+        with (
+            tempfile.TemporaryFile("w+") as errors,
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True) as p,
+        ):
             assert p.stdout is not None
             for text in p.stdout:
                 row = json.loads(text)
@@ -157,6 +158,7 @@ def main() -> int:
                 for where, launches, syncs, copies in row.pop("lines", []):
                     if args.lines:
                         print(f"    {where:40} {launches:8,} {syncs:5} {copies:6}")
+                seen.add((device, row["name"]))
                 before = kept.get((device, row["name"]))
                 if "failure" in row:
                     failed = True
@@ -169,9 +171,19 @@ def main() -> int:
                     for problem in worse(row, before):
                         failed = True
                         print(f"  worse: {problem}; --write keeps the new numbers")
-        if p.returncode:
-            print(f"The process for {device} ended with {p.returncode}.", file=sys.stderr)
-            return 1
+            if p.wait():
+                errors.seek(0)
+                last = (errors.read().strip().splitlines() or ["no message"])[-1]
+                print(f"The process for {device} ended with {p.returncode}: {last}", file=sys.stderr)
+                return 1
+    if not seen:
+        print(f"No case has {' or '.join(map(repr, args.only))} in its name.", file=sys.stderr)
+        return 2
+    gone = [key for key in kept if key[0] in args.devices and key not in seen]
+    for device, name in gone if not (args.only or failed) else ():
+        failed = not args.write
+        print(f"{device}: there is no case {name!r}; --write removes it from the table")
+        del kept[device, name]
     if args.write:
         TABLE.write_text("[\n" + ",\n".join(json.dumps(row) for row in kept.values()) + "\n]\n")
     return int(failed)

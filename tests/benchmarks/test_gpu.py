@@ -11,7 +11,7 @@ import pytest
 from benchmarks.gpu import pretend
 from benchmarks.gpu.__main__ import worse
 
-from speedrun.training.gpus import TABLE
+from speedrun.training.gpus import GPUS, TABLE
 
 REPO = Path(__file__).parents[2]
 KEPT = {(row["device"], row["name"]): row for row in json.loads(TABLE.read_text())}
@@ -31,6 +31,20 @@ def answers(environment: dict[str, str], *command: str) -> list[dict[str, Any]]:
     done = subprocess.run([sys.executable, *command], env=environment, cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_the_table_has_every_case_and_no_other() -> None:
+    from benchmarks.gpu import stages, steps
+
+    lowered = {"loss of 1 token", "loss of 3 tokens", *(case.name for case in stages.cases())}
+    stepped = {name for case in steps.cases() for name in case.names}
+    assert set(KEPT) == {(gpu, name) for gpu in GPUS for name in lowered} | {("h100", name) for name in stepped}
+
+
+def test_a_word_that_no_case_has_is_an_error(environment) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--devices", "h100", "--only", "losss"]
+    done = subprocess.run(command, env=environment, cwd=REPO, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "No case has 'losss' in its name.\n")
 
 
 @pytest.mark.parametrize("device", ["h100", "4090"])
