@@ -458,6 +458,16 @@ def test_a_resume_needs_no_flags(speedrun: Speedrun, stopped: Path, whole: Path)
     assert read_result(stopped).timed is False
 
 
+def test_a_resume_says_that_measurements_are_gone(speedrun: Speedrun, stopped: Path) -> None:
+    """A power failure may take lines of metrics.jsonl that were written before a checkpoint."""
+    metrics = stopped / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(text for text in lines if json.loads(text)["step"] not in (2, 3)))
+    done = speedrun("train", "--resume", stopped)
+    assert done.code == 0
+    assert "metrics.jsonl lacks 2 of the 5 steps that were trained before" in done.out
+
+
 def test_a_finished_run_is_not_resumed(speedrun: Speedrun, tokens: TokenFolder, tmp_path: Path) -> None:
     """Not even one that kept no checkpoint: it would begin again from step 0 and lose its result."""
     flags = ["train", "--data", tokens.path, *TINY, "--schedule.steps", "2", "--save", "False"]

@@ -7,7 +7,7 @@ learning rate, betas and decay of the field of `OptimConfig` that has its name.
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, assert_never, get_args, get_type_hints
 
 import torch
 from torch import nn
@@ -204,10 +204,7 @@ def build_optimizer(
     parts: dict[str, Named] = {part: [] for part in PARTS}
     for name, parameter in named:
         parts[part_of(roles[name])].append((name, parameter))
-    members: list[Adam | Muon] = []
-    if config.matrices != "adam":
-        members += _build_muon(parts, roles, config, dtype)
-    members += _build_adam(parts, config)
+    members = [*_build_muon(parts, roles, config, dtype), *_build_adam(parts, config)]
     optimizer: Any = combine(members) if combine else members[0] if len(members) == 1 else Combined(*members)
     snoo = config.snoo
     return Snoo(optimizer, snoo.lr, snoo.momentum, snoo.k) if snoo.k else optimizer
@@ -238,9 +235,9 @@ def _build_adam(parts: dict[str, Named], config: OptimConfig) -> list[Adam]:
 def _build_muon(
     parts: dict[str, Named], roles: Mapping[str, Role], config: OptimConfig, dtype: torch.dtype | None
 ) -> list[Muon]:
-    """Take the matrices, and the gates if asked, out of `parts`; none if there are no matrices."""
+    """Take the matrices, and the gates if asked, out of `parts`; none if there are no matrices or Adam trains them."""
     m = config.muon
-    if not parts["blocks"]:
+    if config.matrices == "adam" or not parts["blocks"]:
         return []
     inside = parts.pop("blocks")
     if m.gates:
@@ -249,8 +246,14 @@ def _build_muon(
         inside += parts.pop("smear_gate")
     taken = [roles[name] for name, _ in inside]
     kind, options = Muon, dict[str, Any](dtype=dtype)
-    if config.matrices == "normuon":  # of gates one number per head
-        kind, options = NorMuon, {**options, "beta2": m.beta2, "axis": [None if r in MATRICES else -1 for r in taken]}
+    match config.matrices:
+        case "muon":
+            pass
+        case "normuon":  # of gates one number per head
+            kind = NorMuon
+            options |= {"beta2": m.beta2, "axis": [None if r in MATRICES else -1 for r in taken]}
+        case never:
+            assert_never(never)
     rates: dict[Role, float] = {
         "attention_qkv": m.attention_lr, "attention_out": m.attention_lr, "mlp_up": m.up_lr, "mlp_down": m.down_lr,
         "gates": m.gates_lr, "smear_gate": m.gates_lr,

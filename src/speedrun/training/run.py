@@ -183,7 +183,9 @@ def _resume(job: Job, saved: checkpoint.Checkpoint | None, notices: list[str]) -
         if job.machine.threads != about.threads:
             folder.log(f"{job.machine.threads} threads, {about.threads} before: losses may differ in the last bits")
         step = 0 if saved is None else saved.step
-        read_metrics(path)  # refused before anything is cut back
+        lost = step - sum(line["step"] < step for line in read_metrics(path, "train"))  # damage is refused here
+        if lost > 0:
+            folder.log(f"metrics.jsonl lacks {lost} of the {step} steps that were trained before")
         checkpoint.drop_later(folder.checkpoints, step, folder.log)
         folder.cut_back(step, "resumed")
         return _train(dataclasses.replace(job, folder=folder), saved)

@@ -91,7 +91,8 @@ class Trainer:
             with record_function("compute: update all") if self.alone else contextlib.nullcontext():
                 self.optimizer.step()
         except NonFiniteGradient as e:
-            raise NonFiniteLoss(f"the loss of step {stage.step} is finite, but a gradient is not: {e}") from e
+            said = str(e).rstrip(".")
+            raise NonFiniteLoss(f"the loss of step {stage.step} is finite, but a gradient is not: {said}") from e
         finally:
             self.optimizer.zero_grad(set_to_none=True)
         if stage.untie:
