@@ -149,9 +149,14 @@ def test_gradients_are_weighted_by_tokens_not_by_micro_batches(tokens: TokenFold
     torch.testing.assert_close(whole.model.head.grad, parts.model.head.grad, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("injected"), RuntimeError("DefaultCPUAllocator: not enough memory")]
-)
+def too_much() -> RuntimeError:
+    """What torch's allocator raises on this system."""
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**50)
+    return raised.value
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("injected"), too_much()])
 def test_out_of_memory_halves_the_micro_batch_and_goes_on(
     tokens: TokenFolder, tmp_path: Path, error: Exception
 ) -> None:
@@ -183,6 +188,25 @@ def test_out_of_memory_with_one_row_says_what_to_do(tokens: TokenFolder, tmp_pat
     trainer.loss_of = greedy
     with pytest.raises(UserError, match="single row of 32 tokens"):
         trainer.gradients(batch_for(trainer), trainer.recipe.schedule.at(0))
+
+
+def test_a_validation_that_runs_out_of_memory_says_what_to_do(tokens: TokenFolder, tmp_path: Path) -> None:
+    trainer = tiny_trainer(tokens, tmp_path / "run")
+    compute = trainer.loss_of
+
+    def greedy(*inputs: Any, **choices: Any) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            raise too_much()
+        return compute(*inputs, **choices)
+
+    trainer.loss_of = greedy
+    with pytest.raises(UserError, match=r"validation batch of 4 x 32 tokens; pass fewer --validation\.rows"):
+        warm_up(trainer)
+
+
+def test_weights_that_do_not_fit_into_memory_cost_a_sentence(tokens: TokenFolder, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"The weights do not fit into the memory of cpu; choose a smaller model"):
+        tiny_trainer(tokens, tmp_path / "run", {"model.width": 2**20})
 
 
 def test_other_runtime_errors_are_not_swallowed(tokens: TokenFolder, tmp_path: Path) -> None:

@@ -44,7 +44,15 @@ class Trainer:
         self.job, self.recipe, self.comm, self.device = job, recipe, job.comm, machine.device
         self.alone = job.comm.size == 1
         torch.manual_seed(options.seed)
-        self.model = GPT(recipe.model, recipe.context, machine.attention).to(self.device)
+        try:
+            self.model = GPT(recipe.model, recipe.context, machine.attention).to(self.device)
+        except (torch.OutOfMemoryError, RuntimeError) as e:
+            if not out_of_memory(e):
+                raise
+            raise UserError(
+                f"The weights do not fit into the memory of {self.device}; choose a smaller model (--model.width, "
+                "--model.layers) or another machine."
+            ) from e
         if recipe.optim.weights != "float32":
             self.model.store_matrices(torch.bfloat16)
         divisor = scale.reduced_divisor(recipe)
@@ -225,5 +233,5 @@ def share(rows: int, parts: int) -> list[slice]:
 
 def out_of_memory(error: BaseException) -> bool:
     """CUDA raises its own class; the CPU's allocator and cuBLAS a RuntimeError with one of these texts."""
-    told = any(text in str(error) for text in ("not enough memory", "CUBLAS_STATUS_ALLOC_FAILED"))
-    return told or isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    texts = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(text in str(error) for text in texts)

@@ -11,7 +11,7 @@ from speedrun.data.loader import Batch
 from speedrun.errors import UserError
 from speedrun.training.clock import synchronize
 from speedrun.training.job import Job
-from speedrun.training.step import NonFiniteLoss, Trainer
+from speedrun.training.step import NonFiniteLoss, Trainer, out_of_memory
 from speedrun.training.watchdog import lost_connection
 
 
@@ -72,8 +72,16 @@ def visit(trainer: Trainer, generator: torch.Generator) -> None:
     for stage in {s.shape: s for s in map(schedule.after, v.moments(schedule.total))}.values():
         job.doing(f"{what} the validation", compiling=True)
         trainer.model.apply_yarn(stage.window_history)
-        with torch.no_grad():
-            trainer.micro_loss(made_up(job, v.rows, v.length, generator), stage).item()
+        try:
+            with torch.no_grad():
+                trainer.micro_loss(made_up(job, v.rows, v.length, generator), stage).item()
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as e:
+            if not out_of_memory(e):
+                raise
+            raise UserError(
+                f"Out of memory with a validation batch of {v.rows} x {v.length} tokens; pass fewer --validation.rows, "
+                "or choose another device."
+            ) from e
 
 
 def check_compiler(trainer: Trainer, error: Exception) -> None:
