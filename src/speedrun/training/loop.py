@@ -86,7 +86,8 @@ class Loop:
         if self.options.curve:
             record = self.options.curve
             say(f"record: the losses of {record.record} are shown beside this run's ({record})")
-        say("warming up (not timed): compiling and visiting every shape" + (", then resuming" if saved else ""))
+        what = "visiting" if self.trainer.loss_of is self.trainer.model else "compiling and visiting"
+        say(f"warming up (not timed): {what} every shape" + (", then resuming" if saved else ""))
         if saved is not None:
             self.trainer.micro_rows = saved.state["micro_rows"]  # the warm-up must visit the shapes of the run
         start = time.perf_counter()
