@@ -131,7 +131,7 @@ def test_memory_that_is_too_small_names_the_way_out(
     assert "; pass --validation.rows " in validation
     long = with_fields(wide, {"validation.rows": 1, "validation.length": 512 * 32})
     (validation,) = with_memory(m.row + 64 * 2**20, long).problems
-    assert "pass --validation.rows 1 --validation.length 1024 or less" in validation
+    assert "pass --validation.rows 1 --validation.length 8192 or less" in validation
 
     monkeypatch.setattr(telemetry, "memory_bytes", lambda device: m.weights)
     (alone,) = look(recipe, tokens, tmp_path).problems

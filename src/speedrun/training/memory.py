@@ -195,8 +195,8 @@ def validation_bytes(recipe: Recipe, machine: Machine, options: Options) -> int:
         found = bytes_at_once(recipe, last, v.rows, machine.kernels, training=False) if options.compile else None
         if found is not None:
             return found
-        tokens = piece_rows(tokens, torch.empty(vocab, recipe.model.width, device="meta"))
-    return LOGIT_COPIES * 4 * tokens * vocab
+    head = torch.empty(vocab, 0, device="cpu" if machine.device.type == "cpu" else "meta")
+    return LOGIT_COPIES * 4 * piece_rows(tokens, head) * vocab
 
 
 def row_bytes(recipe: Recipe, machine: Machine, stage: Stage) -> int:
