@@ -80,7 +80,7 @@ def as_on_the_web(document: str) -> str:
 def small(stage: Stage) -> Stage:
     """The stage as it is, but with a batch of 2,048 tokens."""
     length = min(stage.seq_len, BATCH)
-    return dataclasses.replace(stage, rows=BATCH // length, length=length)
+    return dataclasses.replace(stage, batch_size=BATCH // length, seq_len=length)
 
 
 def first_batch(recipe: Recipe, tokens: TokenFolder) -> Batch:
