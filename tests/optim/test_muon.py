@@ -134,7 +134,7 @@ def test_memory_on_the_way_is_used_again() -> None:
 
 
 def test_memory_is_bounded_when_ever_other_matrices_have_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(muon_module, "KEPT", 2)
+    monkeypatch.setattr(muon_module, "CACHED", 2)
     params, same = parameters([(8, 8)] * 4), parameters([(8, 8)] * 4)
     a, b = Muon(params, lr=0.02), [Muon([p], lr=0.02) for p in same]
     for step, count in enumerate((1, 2, 3, 4, 1, 3)):
@@ -152,7 +152,7 @@ def test_memory_is_bounded_when_ever_other_matrices_have_gradients(monkeypatch: 
 
 def test_large_buckets_are_cut_and_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, cut = parameters([(8, 8)] * 5), parameters([(8, 8)] * 5)
-    monkeypatch.setattr(muon_module, "LEAST", 2)
+    monkeypatch.setattr(muon_module, "MIN_STACK", 2)
     for params, limit in ((whole, 2**30), (cut, 2 * 4 * 64)):
         monkeypatch.setattr(muon_module, "CHUNK_BYTES", limit)
         optimizer = NorMuon(params, lr=0.02)
@@ -239,7 +239,7 @@ def test_state_is_half_of_adamw() -> None:
     assert sizes["normuon"] * 2 <= sizes["adamw"] * 1.01
 
 
-def test_bf16_weights_with_remainder_and_momentum_take_8_bytes() -> None:
+def test_bf16_weights_with_mantissa_and_momentum_take_8_bytes() -> None:
     params = parameters([(192, 192), (768, 192)], dtype=torch.bfloat16)
     optimizer = Muon(params, lr=0.01)
     give(params, 0)

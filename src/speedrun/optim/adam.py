@@ -43,9 +43,9 @@ class Adam(SpeedrunOptimizer):
         exact_bf16: keep 16 more bits for bfloat16 weights, which makes them exact float32 (speedrun.optim.exact_bf16).
     """
 
-    marks = ("betas", "eps_at")
-    needed = ("step", "exp_avg", "exp_avg_sq")
-    whole_state = ("step",)
+    signature_keys = ("betas", "eps_at")
+    required_keys = ("step", "exp_avg", "exp_avg_sq")
+    replicated_state = ("step",)
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Adam(SpeedrunOptimizer):
         for numbers, members in fused.items():
             self._fused(numbers, members)
 
-    def its_turn(self, state: dict[str, Any], group: Group) -> bool:
+    def is_due(self, state: dict[str, Any], group: Group) -> bool:
         return bool(state.get("waiting", 0) + 1 >= group["every"])
 
     def _begin(self, w: Work) -> None:
@@ -134,12 +134,12 @@ class Adam(SpeedrunOptimizer):
         if group["row_beta1"] and "row_rate" not in state:
             rows = state["exp_avg"].new_zeros(len(w.param), *[1] * (w.param.ndim - 1))
             state["row_rate"], state["row_bias"] = rows, torch.ones_like(rows)
-        self._keep_remainder(w)
+        self._add_mantissa(w)
 
-    def _end_turns(self, *, take_back: bool) -> None:
-        for state, before in self._turns if take_back else ():
+    def _end_counts(self, *, undo: bool) -> None:
+        for state, before in self._counted if undo else ():
             state["waiting"] = before
-        self._turns.clear()
+        self._counted.clear()
 
     def _gradient(self, w: Work, finite: float | Tensor) -> Tensor | None:
         """The gradient to step on, or None while it is not this parameter's turn.
@@ -154,7 +154,7 @@ class Adam(SpeedrunOptimizer):
         total: Tensor = state["gradient_sum"]
         total.copy_(g) if waiting == 1 else total.add_(g)
         if isinstance(finite, Tensor):
-            self._turns.append((state, waiting - 1))
+            self._counted.append((state, waiting - 1))
         state["waiting"] = waiting % every
         return None if waiting < every else total
 

@@ -8,7 +8,17 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from speedrun.optim.state import Group, States, by_name, copied, fitted, params_of, put_back, require, untraced
+from speedrun.optim.state import (
+    Group,
+    States,
+    by_name,
+    clone_state,
+    load_by_name,
+    match_groups,
+    params_of,
+    require,
+    untraced,
+)
 
 
 @runtime_checkable
@@ -67,22 +77,22 @@ class TrainerOptimizer(Protocol):
         """The sums of `numbers` over all ranks. Called, if at all, after the last backward pass of a step."""
 
 
-class Saving:
+class StateDictMethods:
     """`state_dict` and `load_state_dict` with the hooks of `torch.optim.Optimizer`.
 
     Loading has two parts, so that an optimizer of several refuses a state before the first of them has changed.
     """
 
-    def _saved(self) -> dict[str, Any]:
+    def _save(self) -> dict[str, Any]:
         """What `state_dict` returns when there are no hooks."""
         raise NotImplementedError
 
-    def _checked(self, state_dict: dict[str, Any]) -> Any:
-        """Everything that `_take` needs to load it; ValueError if that cannot be done."""
+    def _check(self, state_dict: dict[str, Any]) -> Any:
+        """Everything that `_load` needs to load it; ValueError if that cannot be done."""
         raise NotImplementedError
 
-    def _take(self, checked: Any) -> None:
-        """Load what `_checked` returned."""
+    def _load(self, checked: Any) -> None:
+        """Load what `_check` returned."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
@@ -90,7 +100,7 @@ class Saving:
         own: Any = self
         for before in own._optimizer_state_dict_pre_hooks.values():
             before(self)
-        found = self._saved()
+        found = self._save()
         for after in own._optimizer_state_dict_post_hooks.values():
             changed = after(self, found)
             found = found if changed is None else changed
@@ -99,9 +109,9 @@ class Saving:
     @untraced
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a copy of what `state_dict` returned; ValueError, and nothing is changed, if it does not fit."""
-        self.take(self.check(state_dict))
+        self.load_checked(self.check_state_dict(state_dict))
 
-    def check(self, state_dict: dict[str, Any]) -> Any:
+    def check_state_dict(self, state_dict: dict[str, Any]) -> Any:
         """The first part of loading: it changes nothing, and all ranks of a mesh must call it together."""
         own: Any = self
         state_dict = copy.copy(state_dict)
@@ -109,17 +119,17 @@ class Saving:
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
         with torch.no_grad():
-            return self._checked(state_dict)
+            return self._check(state_dict)
 
-    def take(self, checked: Any) -> None:
-        """The second part of loading: make what `check` returned the state."""
+    def load_checked(self, checked: Any) -> None:
+        """The second part of loading: make what `check_state_dict` returned the state."""
         own: Any = self
-        self._take(checked)
+        self._load(checked)
         for after in own._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
 
-class InOneProcess:
+class SingleProcess:
     """The part of `TrainerOptimizer` that is the same for all optimizers of one process."""
 
     param_groups: list[Group]
@@ -135,13 +145,13 @@ class InOneProcess:
 
     def load_full_state_dict(self, states: States) -> None:
         """Load what `full_state_dict` returned; the weights must be those that the state belongs to."""
-        put_back(self.param_groups, self.state, states)
+        load_by_name(self.param_groups, self.state, states)
         for member in self.members():
-            member.trust_remainders()
+            member.rebase_mantissas()
 
     def copy_state(self, source: Tensor, target: Tensor) -> None:
         """Replace the state of `target` by a copy of the state of `source`, a parameter of the same shape."""
-        self.state[target] = copied(self.state.get(source, {}), target.device)
+        self.state[target] = clone_state(self.state.get(source, {}), target.device)
 
     def clip_grad_norm_(self, max_norm: float, parameters: Iterable[Tensor] | None = None) -> Tensor:
         """See `TrainerOptimizer`: `torch.nn.utils.clip_grad_norm_`."""
@@ -158,7 +168,7 @@ class InOneProcess:
         return list(numbers)
 
 
-class Foreign(InOneProcess):
+class Foreign(SingleProcess):
     """A `torch.optim.Optimizer` of another package: each parameter is its own master, and gradients are not checked."""
 
     def __init__(self, optimizer: Any) -> None:
@@ -170,16 +180,16 @@ class Foreign(InOneProcess):
     def members(self) -> list[Any]:
         return []
 
-    def check(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def check_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """In our order, which is the only one that `load_state_dict` of torch knows."""
         own = self.optimizer.param_groups
         groups = []
-        for (saved, ids), group in zip(fitted(state_dict, own, type(self.optimizer).__name__), own, strict=True):
+        for (saved, ids), group in zip(match_groups(state_dict, own, type(self.optimizer).__name__), own, strict=True):
             names = {"param_names": group["param_names"]} if "param_names" in group else {}
             groups.append({**saved, "params": ids, **names})
         return {**state_dict, "param_groups": groups}
 
-    def take(self, checked: dict[str, Any]) -> None:
+    def load_checked(self, checked: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(checked)
 
     def reset(self) -> None:
@@ -196,7 +206,7 @@ class Foreign(InOneProcess):
         raise ValueError(f"{type(self.optimizer).__name__} does not say how large its state gets.")
 
 
-def adapted(optimizer: Any) -> Any:
+def as_trainer_optimizer(optimizer: Any) -> Any:
     """The optimizer itself if it is one of this package, otherwise a `Foreign` around it."""
     return optimizer if hasattr(optimizer, "load_full_state_dict") else Foreign(optimizer)
 

@@ -4,28 +4,28 @@ from typing import Any
 
 from torch import Tensor
 
-from speedrun.optim.finite import FiniteLater
+from speedrun.optim.finite import DeferredFiniteCheck
 from speedrun.optim.protocol import Foreign
 from speedrun.optim.state import Group, params_of
 from speedrun.optim.work import Work
 
 
-class ForeignMember(FiniteLater, Foreign):
+class ForeignMember(DeferredFiniteCheck, Foreign):
     """What a bucket asks of `SpeedrunOptimizer`, around any `torch.optim.Optimizer`."""
 
     def is_exact(self, p: Tensor, group: Group) -> bool:
         return False
 
-    def its_turn(self, state: dict[str, Any], group: Group) -> bool:
+    def is_due(self, state: dict[str, Any], group: Group) -> bool:
         return True
 
-    def trust_remainder(self, p: Tensor) -> None:
+    def rebase_mantissa(self, p: Tensor) -> None:
         """There is none."""
 
     def _group_from(self, saved: Group, group: Group) -> Group:
         return {key: value for key, value in saved.items() if key != "params"}
 
-    def _own_state_from(self, saved: dict[str, Any], name: str, p: Tensor, group: Group) -> dict[str, Any]:
+    def _local_state_from(self, saved: dict[str, Any], name: str, p: Tensor, group: Group) -> dict[str, Any]:
         """Unseen: only its optimizer knows what it keeps."""
         return saved
 

@@ -20,7 +20,7 @@ def early_reductions(plans: Sequence[BucketPlan], order: str | Order, early: Ear
     return [plan.label for plan in reversed(plans) if early == "all" or plan.kind != "owned"]
 
 
-def order_of(order: str | Order, plans: Sequence[BucketPlan]) -> Order:
+def resolve_order(order: str | Order, plans: Sequence[BucketPlan]) -> Order:
     """The table of a name, or a table as it is; ValueError unless each bucket has all of `OPS` once, in that order."""
     if isinstance(order, str):
         require(order in ORDERS, "order", order, f"one of: {', '.join(ORDERS)}, or a list")
@@ -36,7 +36,7 @@ def order_of(order: str | Order, plans: Sequence[BucketPlan]) -> Order:
     return order
 
 
-def plain(plans: Sequence[BucketPlan]) -> Order:
+def sequential(plans: Sequence[BucketPlan]) -> Order:
     """One operation after the other, each for all buckets: every transfer is waited for."""
     return [(op, plan.label) for op in OPS for plan in plans]
 
@@ -85,4 +85,4 @@ def eager(plans: Sequence[BucketPlan]) -> Order:
 
 
 ORDERS: dict[str, Callable[[Sequence[BucketPlan]], Order]]
-ORDERS = {"plain": plain, "interleaved": interleaved, "eager": eager}
+ORDERS = {"sequential": sequential, "interleaved": interleaved, "eager": eager}
