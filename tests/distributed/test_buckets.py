@@ -53,7 +53,12 @@ def memory(rank: int, size: int) -> dict[str, Any]:
     backward(net, batch(1), COUNTED)
     found["stays"] = all(storage(named[name].grad) == place for name, place in grads.items())
     optimizer.step()
-    sums = [t.nbytes for bucket in optimizer.buckets for key, t in vars(bucket).items() if key in ("whole", "part")]
+    sums = [
+        t.nbytes
+        for bucket in optimizer.buckets
+        for key, t in vars(bucket).items()
+        if key in ("full_grad", "local_grad")
+    ]
     flat = {storage(p): p.untyped_storage().nbytes() for p in net.parameters()}
     planned = sum(bucket.plan.buffer_bytes() for bucket in optimizer.buckets if bucket.label != "unused")
     found["not foreseen"] = sum(sums) + sum(flat.values()) - sum(p.nbytes for p in net.parameters()) - planned

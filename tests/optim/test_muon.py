@@ -20,12 +20,12 @@ OPTIONS = st.fixed_dictionaries(
         "momentum_form": st.sampled_from(["ema", "classical"]),
         "method": st.sampled_from(["polar-express", "newton-schulz"]),
         "steps": st.integers(1, 6),
-        "scale": st.sampled_from(["none", "unit-variance", "spectral", "match-rms-adamw", "unit-rms-norm"]),
+        "scale": st.sampled_from([None, "unit-variance", "spectral", "match-rms-adamw", "unit-rms-norm"]),
         "weight_decay": st.sampled_from([0.0, 0.1, 1.2]),
         "decay": st.sampled_from(["decoupled", "cautious"]),
         "decay_by": st.sampled_from(["lr", "lr-squared"]),
-        "update_ema": st.sampled_from([0.0, 0.3]),
-        "update_floor": st.sampled_from([0.0, 0.35, 2.0]),
+        "update_ema": st.sampled_from([None, 0.3]),
+        "update_floor": st.sampled_from([None, 0.35, 2.0]),
         "lr_mul": st.sampled_from([1.0, 0.1, 2.0]),
         "wd_mul": st.sampled_from([1.0, 0.0, 2.0]),
     }
@@ -184,7 +184,7 @@ def test_convolutions_are_matrices_and_banks_are_stacks() -> None:
 def test_per_head_blocks_in_the_columns() -> None:
     """The output projection reads heads from its columns: (1, heads) treats each head's columns apart."""
     p = nn.Parameter(torch.zeros(8, 16))
-    optimizer = Muon([p], lr=1.0, blocks=(1, 4), method="svd", scale="none", momentum=0.0)
+    optimizer = Muon([p], lr=1.0, blocks=(1, 4), method="svd", scale=None, momentum=0.0)
     give([p], 0)
     optimizer.step()
     for head in range(4):
@@ -255,7 +255,7 @@ BAD = [
     ({"lr": float("nan")}, "lr is nan"),
     ({"momentum": 1.0}, "momentum is 1.0; it must be at least 0 and below 1"),
     ({"weight_decay": -0.1}, "weight_decay is -0.1"),
-    ({"scale": "big"}, "scale is 'big'; it must be one of: none, unit-variance, spectral, match-rms-adamw"),
+    ({"scale": "big"}, "scale is 'big'; it must be one of: unit-variance, spectral, match-rms-adamw"),
     ({"method": "qr"}, "method is 'qr'"),
     ({"steps": 0}, "steps is 0"),
     ({"decay": "eager"}, "decay is 'eager'"),

@@ -8,7 +8,7 @@ With its defaults it is torch's AdamW without decay, and torch's fused kernel do
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, Literal, Never, get_args
+from typing import Any, Literal, Never
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
-from speedrun.optim.arguments import arguments, one_number
+from speedrun.optim.arguments import arguments, one_number, require_choice, require_number
 from speedrun.optim.base import SpeedrunOptimizer
 from speedrun.optim.dtensor import local_of
 from speedrun.optim.functional import adam_apply_, adam_moments_
@@ -43,40 +43,30 @@ class Adam(SpeedrunOptimizer):
         exact_bf16: keep 16 more bits for bfloat16 weights, which makes them exact float32 (speedrun.optim.exact_bf16).
     """
 
-    signature_keys = ("betas", "eps_at")
-    required_keys = ("step", "exp_avg", "exp_avg_sq")
+    own_keys = ("betas", "eps_at")
+    required = ("step", "exp_avg", "exp_avg_sq")
     replicated_state = ("step",)
 
     def __init__(
         self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        *,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        eps_at: EpsAt = "corrected",
-        weight_decay: float = 0.0,
-        decay: Decay = "decoupled",
-        decay_by: DecayBy = "lr",
-        every: int = 1,
-        lr_mul: float | list[float] = 1.0,
-        wd_mul: float | list[float] = 1.0,
-        row_beta1: bool = False,
-        exact_bf16: bool = True,
+        params: ParamsT, lr: float | Tensor = 1e-3, *,
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, eps_at: EpsAt = "corrected",
+        weight_decay: float = 0.0, decay: Decay = "decoupled", decay_by: DecayBy = "lr",
+        every: int = 1, lr_mul: float | list[float] = 1.0, wd_mul: float | list[float] = 1.0,
+        row_beta1: bool = False, exact_bf16: bool = True,
         **unknown: Never,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(params, arguments(locals()))
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
         for key, choices in (("eps_at", EpsAt), ("decay", Decay), ("decay_by", DecayBy)):
-            require(group[key] in get_args(choices), key, group[key], "one of: " + ", ".join(get_args(choices)))
+            require_choice(key, group[key], choices)
         betas = group["betas"]
-        good = (
-            isinstance(betas, tuple | list) and len(betas) == 2 and all(0 <= one_number("betas", b) < 1 for b in betas)
-        )
+        pair = isinstance(betas, tuple | list) and len(betas) == 2
+        good = pair and all(0 <= one_number("betas", b) < 1 for b in betas)
         require(good, "betas", betas, "two numbers, each at least 0 and below 1")
-        require(0 <= one_number("eps", group["eps"]) < math.inf, "eps", group["eps"], "finite and not negative")
+        require_number("eps", group["eps"])
         every = group["every"]
         require(type(every) is int and every >= 1, "every", every, "at least 1, and whole")
         for name, p in named(group, len(self.param_groups) - 1) if group["row_beta1"] else ():
@@ -95,12 +85,9 @@ class Adam(SpeedrunOptimizer):
             "row_rate": rows, "row_bias": rows,
         }  # fmt: skip
 
-    def _state_layout(self, p: Tensor, group: Group) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        wide, shapes = torch.promote_types(p.dtype, torch.float32), self._state_shapes(p, group)
-        unused = {"waiting", *(["gradient_sum"] if group["every"] == 1 else [])}
-        unused |= set() if group["row_beta1"] else {"row_rate", "row_bias"}
-        kept = {key: (shape or (), wide) for key, shape in shapes.items() if key not in unused}
-        return {**kept, "step": ((), torch.float32)}
+    def _unused_keys(self, group: Group) -> set[str]:
+        sums = {"gradient_sum"} if group["every"] == 1 else set()
+        return sums if group["row_beta1"] else {"row_rate", "row_bias", *sums}
 
     # ------------------------------------------------------------------ step
 
@@ -233,14 +220,6 @@ def share_layout(tensors: Sequence[Tensor]) -> bool:
 
     torch's fused CPU kernel walks memory from the first element on and reads no strides.
     """
-    if all(x.is_contiguous() for x in tensors):  # also where strides of dimensions of size 1 differ
-        return True
-    strides = {tuple((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1) for x in tensors}
-    if len(strides) > 1:
-        return False
-    dense = 1
-    for stride, size in sorted(strides.pop()):
-        if stride != dense:
-            return False
-        dense *= size
-    return True
+    first = tensors[0]
+    dense = torch.empty_like(first, device="meta").stride() == first.stride()  # which it keeps of dense tensors alone
+    return all(x.is_contiguous() for x in tensors) or (dense and all(x.stride() == first.stride() for x in tensors))

@@ -1,11 +1,11 @@
 """The arguments of a constructor: collected, and refused with the way out where they are unknown."""
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor
 
-from speedrun.optim.state import Group
+from speedrun.optim.state import Group, require
 
 # Names of torch.optim's Muon, AdamW and others, and what they are here.
 TORCH_OPTIONS = {
@@ -52,3 +52,16 @@ def one_number(key: str, value: Any) -> float:
         return math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError) as e:
         raise ValueError(f"{key} is {value!r}; it must be a number.") from e
+
+
+def require_number(key: str, value: Any, below: float = math.inf) -> None:
+    end = "finite and not negative" if below == math.inf else f"at least 0 and below {below:g}"
+    require(0 <= one_number(key, value) < below, key, value, end)
+
+
+def require_choice(key: str, value: Any, choices: Any) -> None:
+    """`choices`: a Literal, or one of its values or None."""
+    optional = type(None) in get_args(choices)
+    words = [word for part in get_args(choices) for word in get_args(part)] if optional else get_args(choices)
+    ways = ", ".join(words) + ", or None" * optional
+    require(value in words or (optional and value is None), key, value, f"one of: {ways}")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from speedrun.optim.arguments import one_number, refuse_torch_options
+from speedrun.optim.arguments import refuse_torch_options, require_number
 from speedrun.optim.dtensor import (
     LocalState,
     as_dtensor,
@@ -22,8 +22,8 @@ from speedrun.optim.dtensor import (
     is_sharded,
     load_tensor,
     local_of,
-    max_over_meshes,
-    redistribute_like,
+    max_over,
+    redistribute,
     versions,
 )
 from speedrun.optim.exact_bf16 import checksum, join, split
@@ -35,8 +35,8 @@ from speedrun.optim.state import (
     call_closure,
     match_groups,
     named,
+    pack,
     restore_tuples,
-    to_torch_layout,
     untraced,
     unwrapped,
 )
@@ -47,10 +47,8 @@ class SpeedrunOptimizer(DeferredFiniteCheck, SingleProcess, StateDictMethods, Op
     """The common part; not an optimizer by itself."""
 
     per_parameter: tuple[str, ...] = ("lr_mul", "wd_mul")  # group values that may be a list, one value per parameter
-    signature_keys: tuple[
-        str, ...
-    ] = ()  # group values by which its state_dict is known; others may have come with a version
-    required_keys: tuple[str, ...] = ()  # of every state
+    own_keys: tuple[str, ...] = ()  # group values by which its state_dict is known; others may have come with a version
+    required: tuple[str, ...] = ()  # of every state
     replicated_state: tuple[str, ...] = ()  # of a DTensor: the same on all ranks, not cut as the parameter is
     whole_matrices = False  # whether an update needs the whole parameter, so that rows cannot be trained apart
 
@@ -104,8 +102,7 @@ class SpeedrunOptimizer(DeferredFiniteCheck, SingleProcess, StateDictMethods, Op
                 )
         for key in ("lr", "weight_decay", "lr_mul", "wd_mul"):
             for value in group[key] if isinstance(group[key], list) else [group[key]]:
-                if not 0 <= one_number(key, value) < math.inf:
-                    raise ValueError(f"{key} is {value}; it must be finite and not negative.")
+                require_number(key, value)
 
     # ------------------------------------------------------------------ step
 
@@ -166,7 +163,7 @@ class SpeedrunOptimizer(DeferredFiniteCheck, SingleProcess, StateDictMethods, Op
         # `Combined` checks before a member's hooks run, which may change the gradient; its version shows that.
         key = p.grad, p.grad._version, local_of(p.grad)._version
         if key not in self._redistributed:
-            self._redistributed[key] = redistribute_like(p.grad, p)
+            self._redistributed[key] = redistribute(p.grad, p)
         return self._redistributed[key]
 
     # --------------------------------------------------------------- masters
@@ -294,7 +291,7 @@ class SpeedrunOptimizer(DeferredFiniteCheck, SingleProcess, StateDictMethods, Op
                 states[p] = {
                     k: value if k in self.replicated_state else as_dtensor(value, p) for k, value in kept.items()
                 }
-        return to_torch_layout(self.param_groups, states)
+        return pack(self.param_groups, states)
 
     def _check(self, state_dict: dict[str, Any]) -> tuple[list[Group], dict[Any, Any]]:
         """The groups' new values, and the new states. Matched by name when both sides have names."""
@@ -327,7 +324,7 @@ class SpeedrunOptimizer(DeferredFiniteCheck, SingleProcess, StateDictMethods, Op
 
     def _group_from(self, saved: Group, group: Group) -> Group:
         """The values of a saved group for ours, which keeps those that the saved one does not have."""
-        foreign = [key for key in self.signature_keys if key not in saved]
+        foreign = [key for key in self.own_keys if key not in saved]
         if foreign:
             raise ValueError(f"This state_dict was not made by {type(self).__name__}: its group lacks {foreign[0]}.")
         fresh = {key: copy.deepcopy(value) for key, value in saved.items() if key != "params"}
@@ -341,17 +338,22 @@ class SpeedrunOptimizer(DeferredFiniteCheck, SingleProcess, StateDictMethods, Op
         self._check_group({**group, **fresh, "lr": 0.0})  # a schedule may end a rounding error below 0
         return fresh
 
-    def _state_from(self, saved: dict[str, Any], name: str, p: Tensor, group: Group) -> dict[str, Any]:
-        """A copy of the saved state of `p`, as it is kept here; ValueError if it is no state of `p`."""
+    def _state_from(
+        self, saved: dict[str, Any], name: str, p: Tensor, group: Group, *, rebased: bool = False
+    ) -> dict[str, Any]:
+        """A copy of the saved state of `p`, as it is kept here; ValueError if it is no state of `p`.
+
+        `rebased`: the mantissa belongs to the present value, and no checksum says to which.
+        """
         who, shapes = type(self).__name__, {**self._state_shapes(p, group), "mantissa": tuple(local_of(p).shape)}
         for key in saved:
             if key not in shapes and key != "checksum":
                 raise ValueError(f"This state_dict is of another optimizer: {who} knows no {key!r} (in {name}).")
-        for key in self.required_keys:
+        for key in self.required:
             if key not in saved:
                 raise ValueError(f"This state_dict is of another optimizer: {who} needs {key!r}, and {name} has none.")
         exact = self.is_exact(p, group)
-        if exact and ("mantissa" in saved) != ("checksum" in saved):
+        if exact and not rebased and ("mantissa" in saved) != (saved.get("checksum") is not None):
             raise ValueError(f"The state of {name} has a mantissa without a checksum, or the reverse; it was altered.")
         kept = {key: value for key, value in saved.items() if exact or key not in ("mantissa", "checksum")}
         return {
@@ -359,31 +361,22 @@ class SpeedrunOptimizer(DeferredFiniteCheck, SingleProcess, StateDictMethods, Op
             for key, value in kept.items()
         }
 
-    def _local_state_from(self, saved: dict[str, Any], name: str, p: Tensor, group: Group) -> dict[str, Any]:
-        """The same for a state with its mantissa as it is kept, which belongs to the present weight."""
-        low = saved.get("mantissa")
-        rest = {key: value for key, value in saved.items() if key not in ("mantissa", "checksum")}
-        state = self._state_from(rest, name, p, group)
-        if low is None or not self.is_exact(p, group):
-            return state
-        low = self._value_from(low.view(torch.bfloat16), "mantissa", name, p, tuple(p.shape))
-        return {**state, "mantissa": low, "checksum": None}
-
     def _value_from(self, value: Any, key: str, name: str, p: Tensor, shape: tuple[int, ...]) -> Tensor:
         """A tensor of the saved state of `p`, of which this rank's part has the shape `shape`."""
         what, whole = f"The state {key!r} of {name}", key in self.replicated_state
         if key == "step":  # some save a number; counted on the CPU
             return load_tensor(torch.as_tensor(value, dtype=torch.float32), p, what, shape, torch.float32, whole).cpu()
         if key == "mantissa":
+            value = value.view(torch.bfloat16) if value.dtype == torch.int16 else value
             return load_tensor(value, p, what, shape, torch.bfloat16, whole).view(torch.int16)
         return load_tensor(value, p, what, shape, torch.promote_types(p.dtype, torch.float32), whole)
 
     def _state_shapes(self, p: Tensor, group: Group) -> dict[str, tuple[int, ...] | None]:
-        """Every key that the state of `p` may have, with the shape it must have (None: any)."""
+        """Every key that the state of `p` may have, with the shape it must have (None: not a tensor)."""
         raise NotImplementedError
 
-    def _state_layout(self, p: Tensor, group: Group) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of every tensor in the state of `p` when it is fullest, with the group's settings."""
+    def _unused_keys(self, group: Group) -> set[str]:
+        """Keys of `_state_shapes` that no parameter has with the group's settings."""
         raise NotImplementedError
 
     def state_bytes(self) -> dict[Tensor, int]:
@@ -393,10 +386,11 @@ class SpeedrunOptimizer(DeferredFiniteCheck, SingleProcess, StateDictMethods, Op
         """
         sizes = {}
         for _, p, group in self._named():
-            layout = self._state_layout(p, group)
-            if self.is_exact(p, group):
-                layout["mantissa"] = tuple(local_of(p).shape), torch.int16
-            sizes[p] = sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout.values())
+            unused, wide = self._unused_keys(group), max(4, p.itemsize)
+            shapes = self._state_shapes(p, group).items()
+            kept = {key: math.prod(shape) for key, shape in shapes if shape is not None and key not in unused}
+            sizes[p] = sum(numel * (4 if key == "step" else wide) for key, numel in kept.items())
+            sizes[p] += 2 * local_of(p).numel() * self.is_exact(p, group)
         return sizes
 
     def cost(self, p: Tensor, group: Group, index: int) -> float:
@@ -470,7 +464,7 @@ def check_gradients(optimizers: Sequence[SpeedrunOptimizer], work: list[Work] | 
     rank = torch.distributed.get_rank() if meshes else 0
     if is_synchronous(work):
         bad = next((w.name for w in work if not all_finite(w.grad)), None)
-        where = int(max_over_meshes(torch.tensor(rank + 1 if bad else 0, dtype=torch.int32), meshes))  # 0: nowhere
+        where = int(max_over(torch.tensor(rank + 1 if bad else 0, dtype=torch.int32), meshes))  # 0: nowhere
         if bad or where:
             raise NonFiniteGradient(
                 (f"The gradient of {bad} is" if bad else f"A gradient on rank {where - 1}, whose error names it, is")
@@ -480,6 +474,6 @@ def check_gradients(optimizers: Sequence[SpeedrunOptimizer], work: list[Work] | 
         return 1.0
     finite = torch.stack([w.grad.sum().isfinite() for w in work]).all()
     if meshes:
-        finite = max_over_meshes(finite.logical_not().int(), meshes) == 0
+        finite = max_over(finite.logical_not().int(), meshes) == 0
     optimizers[0]._defer_check(finite)
     return finite.float()

@@ -9,11 +9,12 @@ Letters: L matrices of height H and width W; N blocks of r rows and c columns.
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from speedrun.optim.arguments import require_choice
 from speedrun.optim.state import Group, require, value_at
 
 Matrix = Literal["flatten", "batch"]
@@ -26,7 +27,7 @@ class MatrixLayout:
 
     def __init__(self, shape: Sequence[int], group: Group, index: int, name: str) -> None:
         matrix, self.transposed = value_at(group["matrix"], index), value_at(group["transposed"], index)
-        require(matrix in get_args(Matrix), "matrix", matrix, "one of: " + ", ".join(get_args(Matrix)))
+        require_choice("matrix", matrix, Matrix)
         require(isinstance(self.transposed, bool), "transposed", self.transposed, "True or False")
         if len(shape) < 2:
             raise ValueError(

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from speedrun.optim.base import step_members
-from speedrun.optim.protocol import SingleProcess, StateDictMethods, as_trainer_optimizer, shared_defaults
-from speedrun.optim.state import Group, match_groups, params_of, to_torch_layout
+from speedrun.optim.protocol import SingleProcess, StateDictMethods, adapt, shared_defaults
+from speedrun.optim.state import Group, match_groups, pack, params_of
 
 
 def _optimizer_of(optimizers: Iterable[Optimizer], p: Any) -> Any:
@@ -128,7 +128,7 @@ class Combined(SingleProcess, StateDictMethods, Optimizer):
     step = step_members
 
     def members(self) -> list[Any]:
-        return [member for optimizer in self.optimizers for member in as_trainer_optimizer(optimizer).members()]
+        return [member for optimizer in self.optimizers for member in adapt(optimizer).members()]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for optimizer in self.optimizers:
@@ -138,11 +138,11 @@ class Combined(SingleProcess, StateDictMethods, Optimizer):
         """Drop the state of all members."""
         self.state.other.clear()
         for optimizer in self.optimizers:
-            as_trainer_optimizer(optimizer).reset()
+            adapt(optimizer).reset()
 
     def state_bytes(self) -> dict[Tensor, int]:
         """How many bytes the state of each parameter takes when it is fullest."""
-        return {p: size for o in self.optimizers for p, size in as_trainer_optimizer(o).state_bytes().items()}
+        return {p: size for o in self.optimizers for p, size in adapt(o).state_bytes().items()}
 
     def master(self, p: Tensor) -> Tensor:
         return self._owner(p).master(p)
@@ -154,7 +154,7 @@ class Combined(SingleProcess, StateDictMethods, Optimizer):
         found = _optimizer_of(self.optimizers, p)
         if found is None:
             raise ValueError(f"None of the optimizers trains this parameter of shape {tuple(p.shape)}.")
-        return as_trainer_optimizer(found)
+        return adapt(found)
 
     # ----------------------------------------------------------------- state
 
@@ -169,7 +169,7 @@ class Combined(SingleProcess, StateDictMethods, Optimizer):
             states |= {known.get(i, i): state for i, state in part["state"].items()}
             for group, saved in zip(optimizer.param_groups, part["param_groups"], strict=True):
                 groups[self._place(group)] = {**saved, "params": group["params"]}
-        return to_torch_layout(groups, states)
+        return pack(groups, states)
 
     def _check(self, state_dict: dict[str, Any]) -> tuple[list[Any], dict[Any, Any]]:
         """What each member's `check` returns, and what is of no parameter."""
@@ -180,11 +180,7 @@ class Combined(SingleProcess, StateDictMethods, Optimizer):
             ids = [i for place in places for i in chosen[place][1]]
             known.update(ids)
             part = {"state": {i: states[i] for i in ids if i in states}}
-            checked.append(
-                as_trainer_optimizer(optimizer).check_state_dict(
-                    {**part, "param_groups": [chosen[k][0] for k in places]}
-                )
-            )
+            checked.append(adapt(optimizer).check_state_dict({**part, "param_groups": [chosen[k][0] for k in places]}))
         return checked, {key: value for key, value in states.items() if key not in known}
 
     def _place(self, group: Group) -> int:
@@ -193,10 +189,10 @@ class Combined(SingleProcess, StateDictMethods, Optimizer):
     def _load(self, checked: tuple[list[Any], dict[Any, Any]]) -> None:
         places = [[self._place(group) for group in optimizer.param_groups] for optimizer in self.optimizers]
         foreign_first = sorted(
-            range(len(places)), key=lambda k: isinstance(as_trainer_optimizer(self.optimizers[k]), StateDictMethods)
+            range(len(places)), key=lambda k: isinstance(adapt(self.optimizers[k]), StateDictMethods)
         )
         for k in foreign_first:  # they may still refuse
-            as_trainer_optimizer(self.optimizers[k]).load_checked(checked[0][k])
+            adapt(self.optimizers[k]).load_checked(checked[0][k])
             for place, group in zip(places[k], self.optimizers[k].param_groups, strict=True):
                 self.param_groups[place] = group
         self.state.other.clear()

@@ -23,7 +23,7 @@ def local_of(p: Any) -> Tensor:
     return local
 
 
-def redistribute_like(grad: Any, p: Any) -> Tensor:
+def redistribute(grad: Any, p: Any) -> Tensor:
     """This rank's part of a gradient, laid out as its DTensor. All ranks of its mesh must call this, no others.
 
     Under `SequenceParallel` a weight is the same on all ranks, and each has only a share of the gradient's sum.
@@ -63,7 +63,9 @@ def gather_full(part: Tensor, like: Any) -> Tensor:
 
 
 def local_part(whole: Tensor, like: Any) -> Tensor:
-    """This rank's part of a tensor that all ranks have. Nothing is sent."""
+    """This rank's part of a tensor that all ranks have; all of it unless `like` is a DTensor. Nothing is sent."""
+    if not is_sharded(like):
+        return whole
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = like.device_mesh
@@ -77,7 +79,7 @@ def device_meshes(params: Iterable[Any]) -> list[Any]:
     return [mesh for mesh in meshes if mesh.get_coordinate() is not None]
 
 
-def max_over_meshes(value: Tensor, meshes: Iterable[Any]) -> Tensor:
+def max_over(value: Tensor, meshes: Iterable[Any]) -> Tensor:
     """The largest `value` of all ranks of each mesh, and of what they had heard on the meshes before it.
 
     It travels on the meshes' devices, for which they have a backend: weights that FSDP keeps on the CPU are elsewhere.
@@ -111,10 +113,10 @@ class LocalState(UserDict[str, Any]):
         self.data[key] = value if plain else as_dtensor(value, self.like)
 
 
-def local_part_of_saved(saved: Any, like: Any, what: str) -> Tensor:
+def local_saved(saved: Any, like: Any, what: str) -> Tensor:
     """This rank's part of a saved state of `like`: of a DTensor on the same mesh, or of a whole tensor."""
     if not is_sharded(saved):
-        return local_part(saved, like) if is_sharded(like) else saved
+        return local_part(saved, like)
     if not is_sharded(like):
         raise ValueError(
             f"{what} is a DTensor, and the parameter is not. Save the whole state, with "
@@ -125,7 +127,7 @@ def local_part_of_saved(saved: Any, like: Any, what: str) -> Tensor:
             f"{what} is on {saved.device_mesh}, and the parameter on {like.device_mesh}. "
             "Load it with torch.distributed.checkpoint, which moves it, or load the whole state."
         )
-    return redistribute_like(saved, like)
+    return redistribute(saved, like)
 
 
 def load_tensor(
@@ -137,5 +139,5 @@ def load_tensor(
         raise ValueError(f"{what} has shape {tuple(saved.shape)}, but this model's needs {expected}.")
     if not saved.is_floating_point() or (dtype == torch.bfloat16 and saved.dtype != dtype):
         raise ValueError(f"{what} has dtype {saved.dtype}, and is kept in {dtype}; save it again without a cast.")
-    mine = full_tensor(saved) if whole else local_part_of_saved(saved, like, what)
+    mine = full_tensor(saved) if whole else local_saved(saved, like, what)
     return mine.detach().to(local_of(like).device, dtype, copy=True)

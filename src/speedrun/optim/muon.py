@@ -14,14 +14,14 @@ lie side by side in the columns. See speedrun.optim.blocks.
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any, Literal, Never, get_args
+from typing import Any, Literal, Never
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from speedrun.optim import functional as F
-from speedrun.optim.arguments import arguments, one_number
+from speedrun.optim.arguments import arguments, require_choice, require_number
 from speedrun.optim.base import SpeedrunOptimizer
 from speedrun.optim.blocks import BlockLayout, Blocks, Matrix, block_layouts, list_blocks
 from speedrun.optim.dtensor import gather_full, local_of, local_part
@@ -31,7 +31,7 @@ from speedrun.optim.spread import OwnedMatrix, Spread, group_by_mesh
 from speedrun.optim.state import Group, named, require, value_at
 from speedrun.optim.work import Work
 
-Scale = Literal["none", "unit-variance", "spectral", "match-rms-adamw", "unit-rms-norm"]
+Scale = Literal["unit-variance", "spectral", "match-rms-adamw", "unit-rms-norm"]
 Decay = Literal["decoupled", "cautious"]  # cautious: decay does not pull against what is being learned
 DecayBy = Literal["lr", "lr-squared"]
 MomentumForm = Literal["ema", "classical"]
@@ -43,7 +43,7 @@ MIN_STACK = 4  # matrices in a stack however large they are: fewer were slower
 CACHED = 16  # orthogonalizers with their memory; models whose matrices do not all get gradients need ever others
 
 
-def update_scale(rule: str, rows: int, cols: int) -> float:
+def update_scale(rule: Scale | None, rows: int, cols: int) -> float:
     """Factor of the orthogonal update of a block. Singular values of 1 mean a mean square of 1 / max(rows, cols)."""
     if rule == "unit-variance":  # entries of an update have variance 1, whatever its shape
         return math.sqrt(max(rows, cols))
@@ -68,12 +68,12 @@ class Muon(SpeedrunOptimizer):
         method, steps, coefficients: see `orthogonalize`.
         scale: `spectral` is sqrt(max(1, rows/cols)); `unit-rms-norm` is sqrt(rows/cols), also below 1;
             `unit-variance` is sqrt(max(rows, cols)); `match-rms-adamw` is 0.2 of that, so that a learning rate tuned
-            for AdamW fits; `none` is 1. docs/optimizers.md has the names that others give them.
+            for AdamW fits; None is 1. docs/optimizers.md has the names that others give them.
         weight_decay, decay: `decoupled` shrinks every weight, `cautious` only where the update shrinks it too.
         decay_by: `lr` multiplies the decay by lr * lr_mul, as AdamW does; `lr-squared` by lr * (lr * lr_mul * scale).
-        update_ema: the applied update is an average with this much of the previous ones; 0 turns it off.
+        update_ema: the applied update is an average with this much of the previous ones; None turns it off.
         update_floor: a block's update, before lr, has at least this share of the Frobenius norm of its weights; 0.35 is
-            usual, with little weight decay or none. 0 turns it off.
+            usual, with little weight decay or none. None turns it off.
         lr_mul, wd_mul, blocks, matrix, transposed: one value, or a list with one for each parameter of the group.
         blocks: how many equal ones in the rows, (in rows, in columns), or a list with the height of each.
         matrix: how more than two dimensions are read: `flatten` (rows, everything else), for convolutions;
@@ -85,50 +85,36 @@ class Muon(SpeedrunOptimizer):
     """
 
     per_parameter: tuple[str, ...] = ("lr_mul", "wd_mul", "blocks", "matrix", "transposed")
-    signature_keys: tuple[str, ...] = ("method", "momentum_form")
-    required_keys: tuple[str, ...] = ("momentum_buffer",)
+    own_keys: tuple[str, ...] = ("method", "momentum_form")
+    required: tuple[str, ...] = ("momentum_buffer",)
     whole_matrices = True
     replicated_state: tuple[str, ...] = ()  # computed from whole matrices: of a DTensor the same on all ranks
 
     def __init__(
         self,
-        params: ParamsT,
-        lr: float | Tensor = 0.02,
-        *,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        momentum_form: MomentumForm = "ema",
-        method: Method = "polar-express",
-        steps: int = 5,
-        coefficients: Coefficients | None = None,
-        scale: Scale = "spectral",
-        weight_decay: float = 0.0,
-        decay: Decay = "decoupled",
-        decay_by: DecayBy = "lr",
-        update_ema: float = 0.0,
-        update_floor: float = 0.0,
-        lr_mul: float | list[float] = 1.0,
-        wd_mul: float | list[float] = 1.0,
-        blocks: Blocks | list[Blocks] = 1,
-        matrix: Matrix | list[Matrix] = "flatten",
-        transposed: bool | list[bool] = False,
-        exact_bf16: bool = True,
-        dtype: torch.dtype | None = None,
+        params: ParamsT, lr: float | Tensor = 0.02, *,
+        momentum: float = 0.95, nesterov: bool = True, momentum_form: MomentumForm = "ema",
+        method: Method = "polar-express", steps: int = 5, coefficients: Coefficients | None = None,
+        scale: Scale | None = "spectral", update_ema: float | None = None, update_floor: float | None = None,
+        weight_decay: float = 0.0, decay: Decay = "decoupled", decay_by: DecayBy = "lr",
+        lr_mul: float | list[float] = 1.0, wd_mul: float | list[float] = 1.0,
+        blocks: Blocks | list[Blocks] = 1, matrix: Matrix | list[Matrix] = "flatten",
+        transposed: bool | list[bool] = False, exact_bf16: bool = True, dtype: torch.dtype | None = None,
         **unknown: Never,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(params, arguments(locals()))
 
     def _check_group(self, group: Group) -> None:
         list_blocks(group)
         super()._check_group(group)
         check_method(group["method"], group["steps"], group["coefficients"])
-        kinds = {"scale": Scale, "decay": Decay, "decay_by": DecayBy, "momentum_form": MomentumForm}
+        kinds = {"scale": Scale | None, "decay": Decay, "decay_by": DecayBy, "momentum_form": MomentumForm}
         for key, choices in kinds.items():
-            require(group[key] in get_args(choices), key, group[key], "one of: " + ", ".join(get_args(choices)))
-        for key in ("momentum", "update_ema"):
-            require(0 <= one_number(key, group[key]) < 1, key, group[key], "at least 0 and below 1")
-        floor = group["update_floor"]
-        require(0 <= one_number("update_floor", floor) < math.inf, "update_floor", floor, "finite and not negative")
+            require_choice(key, group[key], choices)
+        require_number("momentum", group["momentum"], below=1)
+        for key, end in ("update_ema", 1), ("update_floor", math.inf):
+            if group[key] is not None:
+                require_number(key, group[key], below=end)
         for index, (name, p) in enumerate(named(group, len(self.param_groups) - 1)):
             block_layouts(p.shape, group, index, name)
 
@@ -136,10 +122,8 @@ class Muon(SpeedrunOptimizer):
         shape = tuple(local_of(p).shape)
         return {"momentum_buffer": shape, "update_buffer": shape}
 
-    def _state_layout(self, p: Tensor, group: Group) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        wide = torch.float64 if p.dtype == torch.float64 else torch.float32
-        unused = set() if group["update_ema"] else {"update_buffer"}
-        return {key: (shape or (), wide) for key, shape in self._state_shapes(p, group).items() if key not in unused}
+    def _unused_keys(self, group: Group) -> set[str]:
+        return set() if group["update_ema"] else {"update_buffer"}
 
     def cost(self, p: Tensor, group: Group, index: int) -> float:
         """The multiplications of its orthogonalisation, and its passes through memory as multiplications."""
@@ -191,9 +175,8 @@ class Muon(SpeedrunOptimizer):
                 alike[self._shape_key(w, layout)].append((w, layout))
         for members in alike.values():
             layout = members[0][1]
-            limit = max(
-                MIN_STACK, CHUNK_BYTES // (4 * layout.rows * layout.cols) // 2 * 2
-            )  # even: pairs of cores stay busy
+            fitting = CHUNK_BYTES // (4 * layout.rows * layout.cols) // 2 * 2  # even: pairs of cores stay busy
+            limit = max(MIN_STACK, fitting)
             chunk: Stack = []
             for member in members:
                 if chunk and sum(g.count for _, g in [*chunk, member]) > limit:
@@ -314,21 +297,18 @@ class Muon(SpeedrunOptimizer):
             like.new_full((matrix.lead, layout.a * layout.rows, matrix.width), scale)
             for layout, scale in zip(layouts, scales, strict=True)
         ]
-        whole = matrix.restore(torch.cat(parts, dim=-2))
-        return whole if w.sharded is None else local_part(whole, w.sharded)
+        return local_part(matrix.restore(torch.cat(parts, dim=-2)), w.home)
 
     @staticmethod
     def _apply_floor(w: Work, update: Tensor, x: Tensor) -> Tensor:
         """The update, its blocks no smaller than a share of their weights. Of a DTensor, all ranks must call this."""
-        if w.sharded is not None:
-            update, x = gather_full(update, w.sharded), gather_full(x, w.sharded)
+        update, x = gather_full(update, w.home), gather_full(x, w.home)
         layouts = block_layouts(w.shape, w.group, w.index)
         parts = []
         for layout in layouts:
             floor = w.group["update_floor"] / update_scale(w.group["scale"], layout.rows, layout.cols)
             parts.append(layout.join(F.raise_to_floor(layout.cut(update), layout.cut(x), floor)))
-        update = layouts[0].matrix.restore(torch.cat(parts, dim=-2))
-        return update if w.sharded is None else local_part(update, w.sharded)
+        return local_part(layouts[0].matrix.restore(torch.cat(parts, dim=-2)), w.home)
 
 
 class NorMuon(Muon):
@@ -345,43 +325,27 @@ class NorMuon(Muon):
     """
 
     per_parameter = (*Muon.per_parameter, "axis")
-    signature_keys = (*Muon.signature_keys, "beta2")
-    required_keys = (*Muon.required_keys, "second_moment")
+    own_keys = (*Muon.own_keys, "beta2")
+    required = (*Muon.required, "second_moment")
     replicated_state: tuple[str, ...] = ("second_moment",)
 
     def __init__(
         self,
-        params: ParamsT,
-        lr: float | Tensor = 0.02,
-        *,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        momentum_form: MomentumForm = "ema",
-        method: Method = "polar-express",
-        steps: int = 5,
-        coefficients: Coefficients | None = None,
-        scale: Scale = "spectral",
-        weight_decay: float = 0.0,
-        decay: Decay = "decoupled",
-        decay_by: DecayBy = "lr",
-        update_ema: float = 0.0,
-        update_floor: float = 0.0,
-        lr_mul: float | list[float] = 1.0,
-        wd_mul: float | list[float] = 1.0,
-        blocks: Blocks | list[Blocks] = 1,
-        matrix: Matrix | list[Matrix] = "flatten",
-        transposed: bool | list[bool] = False,
-        exact_bf16: bool = True,
-        dtype: torch.dtype | None = None,
-        beta2: float = 0.95,
-        axis: Axis | list[Axis] = None,
-        **unknown: Never,
-    ) -> None:
+        params: ParamsT, lr: float | Tensor = 0.02, *,
+        momentum: float = 0.95, nesterov: bool = True, momentum_form: MomentumForm = "ema",
+        method: Method = "polar-express", steps: int = 5, coefficients: Coefficients | None = None,
+        scale: Scale | None = "spectral", update_ema: float | None = None, update_floor: float | None = None,
+        weight_decay: float = 0.0, decay: Decay = "decoupled", decay_by: DecayBy = "lr",
+        lr_mul: float | list[float] = 1.0, wd_mul: float | list[float] = 1.0,
+        blocks: Blocks | list[Blocks] = 1, matrix: Matrix | list[Matrix] = "flatten",
+        transposed: bool | list[bool] = False, exact_bf16: bool = True, dtype: torch.dtype | None = None,
+        beta2: float = 0.95, axis: Axis | list[Axis] = None, **unknown: Never,
+    ) -> None:  # fmt: skip
         SpeedrunOptimizer.__init__(self, params, arguments(locals()))  # Muon's own would refuse what is new here
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
-        require(0 <= one_number("beta2", group["beta2"]) < 1, "beta2", group["beta2"], "at least 0 and below 1")
+        require_number("beta2", group["beta2"], below=1)
         for axis in group["axis"] if isinstance(group["axis"], list) else [group["axis"]]:
             require(axis in (None, -1, -2), "axis", axis, "-1, -2 or None")
 

@@ -12,11 +12,12 @@ Shapes: N matrices of m rows and n columns, s = min(m, n).
 """
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from speedrun.optim.arguments import require_choice
 from speedrun.optim.polynomial import Coefficients, Program, iterate_plain, unit_norm
 from speedrun.optim.state import require
 
@@ -86,7 +87,7 @@ def orthogonalize(
 
 
 def check_method(method: str, steps: int, coefficients: Coefficients | None) -> None:
-    require(method in get_args(Method), "method", method, "one of: " + ", ".join(get_args(Method)))
+    require_choice("method", method, Method)
     require(type(steps) is int and steps >= 1, "steps", steps, "at least 1, and whole")
     if coefficients is not None and not (
         isinstance(coefficients, Sequence)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from speedrun.optim.arguments import one_number
+from speedrun.optim.arguments import require_number
 from speedrun.optim.base import step_inner
 from speedrun.optim.dtensor import as_dtensor, load_tensor, local_of
-from speedrun.optim.protocol import StateDictMethods, as_trainer_optimizer
+from speedrun.optim.protocol import StateDictMethods, adapt
 from speedrun.optim.state import (
     Loss,
     States,
@@ -95,8 +95,8 @@ class Snoo(StateDictMethods, Optimizer):
         if not hasattr(optimizer, "param_groups"):
             kind = type(optimizer).__name__
             raise ValueError(f"Snoo got a {kind}; wrap it around an optimizer: Snoo(Adam(...)).")
-        require(one_number("lr", lr) >= 0, "lr", lr, "not negative")
-        require(0 <= one_number("momentum", momentum) < 1, "momentum", momentum, "at least 0 and below 1")
+        require_number("lr", lr)
+        require_number("momentum", momentum, below=1)
         require(type(k) is int and k >= 1, "k", k, "at least 1, and whole")
         self.optimizer: Any = optimizer
         self.outer: dict[Tensor, dict[str, Tensor]] = {}
@@ -116,7 +116,7 @@ class Snoo(StateDictMethods, Optimizer):
 
     @property
     def _inner(self) -> Any:
-        return as_trainer_optimizer(self.optimizer)
+        return adapt(self.optimizer)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if not getattr(self, "param_groups", None):  # called by the constructor

@@ -8,17 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from speedrun.optim.state import (
-    Group,
-    States,
-    by_name,
-    clone_state,
-    load_by_name,
-    match_groups,
-    params_of,
-    require,
-    untraced,
-)
+from speedrun.optim.state import Group, States, by_name, clone, load_by_name, match_groups, params_of, require, untraced
 
 
 @runtime_checkable
@@ -151,7 +141,7 @@ class SingleProcess:
 
     def copy_state(self, source: Tensor, target: Tensor) -> None:
         """Replace the state of `target` by a copy of the state of `source`, a parameter of the same shape."""
-        self.state[target] = clone_state(self.state.get(source, {}), target.device)
+        self.state[target] = clone(self.state.get(source, {}), target.device)
 
     def clip_grad_norm_(self, max_norm: float, parameters: Iterable[Tensor] | None = None) -> Tensor:
         """See `TrainerOptimizer`: `torch.nn.utils.clip_grad_norm_`."""
@@ -206,7 +196,7 @@ class Foreign(SingleProcess):
         raise ValueError(f"{type(self.optimizer).__name__} does not say how large its state gets.")
 
 
-def as_trainer_optimizer(optimizer: Any) -> Any:
+def adapt(optimizer: Any) -> Any:
     """The optimizer itself if it is one of this package, otherwise a `Foreign` around it."""
     return optimizer if hasattr(optimizer, "load_full_state_dict") else Foreign(optimizer)
 

@@ -23,8 +23,8 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from speedrun.optim.arguments import require_choice
 from speedrun.optim.blocks import Blocks
-from speedrun.optim.state import require
 
 Destination = Literal["muon", "adam", "frozen"]
 TABLE_WORDS = ("embed", "wte", "wpe", "lookup")
@@ -35,7 +35,7 @@ HEAD_WORDS = ("head", "lm_head", "logits", "classifier", "unembed")
 class Route:
     name: str
     parameter: nn.Parameter
-    destination: Destination
+    to: Destination
     part: str  # the group it is in: matrices, banks, tables, head, low rank, vectors
     reason: str
     transposed: bool = False  # stored as inputs x outputs
@@ -56,14 +56,14 @@ class Plan:
     def adam(self) -> list[dict[str, Any]]:
         return self._groups("adam")
 
-    def _groups(self, destination: str) -> list[dict[str, Any]]:
+    def _groups(self, to: str) -> list[dict[str, Any]]:
         parts: dict[str, list[Route]] = {}
         for r in self.routes:
-            if r.destination == destination:
+            if r.to == to:
                 parts.setdefault(r.part, []).append(r)
         return [
             {"params": [(r.name, r.parameter) for r in routes], "part": part}
-            | ({"matrix": "batch"} if part == "banks" and destination == "muon" else {})
+            | ({"matrix": "batch"} if part == "banks" and to == "muon" else {})
             | ({"transposed": [r.transposed for r in routes]} if any(r.transposed for r in routes) else {})
             | ({"blocks": [r.blocks for r in routes]} if any(r.blocks != 1 for r in routes) else {})
             for part, routes in parts.items()
@@ -71,16 +71,14 @@ class Plan:
 
     def __str__(self) -> str:
         rows = [("to", "parameter", "shape", "why")]
-        rows += [
-            (r.destination, r.name, "x".join(map(str, r.parameter.shape)) or "scalar", r.reason) for r in self.routes
-        ]
+        rows += [(r.to, r.name, "x".join(map(str, r.parameter.shape)) or "scalar", r.reason) for r in self.routes]
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows]
-        for destination in get_args(Destination):
-            members = [r for r in self.routes if r.destination == destination]
+        for to in get_args(Destination):
+            members = [r for r in self.routes if r.to == to]
             if members:
                 total = sum(r.parameter.numel() for r in members)
-                lines.append(f"{destination}: {len(members)} tensors, {total:,} parameters")
+                lines.append(f"{to}: {len(members)} tensors, {total:,} parameters")
         return "\n".join(lines)
 
 
@@ -92,13 +90,8 @@ def route(
     ValueError when nothing is left for Muon, or when a pattern matches nothing: mistakes that would go unnoticed.
     """
     override, blocks = dict(override or {}), dict(blocks or {})
-    for pattern, destination in override.items():
-        require(
-            destination in get_args(Destination),
-            f"override[{pattern!r}]",
-            destination,
-            "one of: " + ", ".join(get_args(Destination)),
-        )
+    for pattern, to in override.items():
+        require_choice(f"override[{pattern!r}]", to, Destination)
     known = _Known.of(model)
     head, why_head, doubt = _output_layer(model, known)
     if doubt and not _last_match(doubt, override):
@@ -109,9 +102,9 @@ def route(
         )
     routes = []
     for name, p in known.named:
-        destination, part, reason = _default(name, p, known)
-        if p is head and destination == "muon":
-            destination, part, reason = "adam", "head", why_head
+        to, part, reason = _default(name, p, known)
+        if p is head and to == "muon":
+            to, part, reason = "adam", "head", why_head
         if id(p) in known.tied:
             reason += f", tied with {known.tied[id(p)]}"
         match = _last_match(name, override)
@@ -121,13 +114,13 @@ def route(
                 raise ValueError(
                     f"override[{match!r}] sends {name} to Muon, but it has {p.ndim} dimensions and Muon needs 2."
                 )
-            if wanted != destination:
+            if wanted != to:
                 part = "matrices" if wanted == "muon" else "others"
-            destination, reason = wanted, f"override {match!r}"
-        routes.append(_as_muon_reads_it(Route(name, p, destination, part, reason), known, blocks))
+            to, reason = wanted, f"override {match!r}"
+        routes.append(_as_muon_reads_it(Route(name, p, to, part, reason), known, blocks))
     plan = Plan(tuple(routes))
     _refuse_unused("override", override, [r.name for r in routes], routes[0].name if routes else "")
-    _refuse_unused("blocks", blocks, [r.name for r in routes if r.destination == "muon"], "")
+    _refuse_unused("blocks", blocks, [r.name for r in routes if r.to == "muon"], "")
     if not plan.muon:
         raise ValueError(
             f"No parameter is left for Muon, so this model would train with Adam alone:\n{plan}\n"
@@ -178,7 +171,7 @@ def _refuse_unused(what: str, patterns: Mapping[str, Any], names: list[str], exa
 
 def _as_muon_reads_it(route: Route, known: _Known, blocks: Mapping[str, Blocks]) -> Route:
     """With what Muon must know of the way in which a matrix is stored, and that in the reason."""
-    if route.destination != "muon":
+    if route.to != "muon":
         return route
     reason, turned = route.reason, known.transposed.get(id(route.parameter))
     if turned:

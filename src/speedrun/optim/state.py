@@ -49,10 +49,10 @@ def load_by_name(groups: list[Group], states: MutableMapping[Tensor, Any], saved
         for name, p in named(group, number):
             states.pop(p, None)
             if saved.get(name):
-                states[p] = clone_state(saved[name], p.device)
+                states[p] = clone(saved[name], p.device)
 
 
-def clone_state(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
+def clone(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """A state with tensors of its own. Steps are counted on the CPU, the rest is where the parameter is."""
     return {
         key: value.to("cpu" if key == "step" else device, copy=True) if torch.is_tensor(value) else value
@@ -60,7 +60,7 @@ def clone_state(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
     }
 
 
-def to_torch_layout(groups: list[Group], states: Mapping[Any, Any]) -> dict[str, Any]:
+def pack(groups: list[Group], states: Mapping[Any, Any]) -> dict[str, Any]:
     """The layout of a state_dict in torch: parameters by number, in the order of the groups."""
     number: dict[Tensor, int] = {}
     for position, p in enumerate(params_of(groups)):

@@ -18,7 +18,7 @@ from speedrun.optim.exact_bf16 import join
 from speedrun.optim.sharded.comm import Comm
 from speedrun.optim.sharded.order import Op
 from speedrun.optim.sharded.plan import BucketPlan, Kind, Member, ParamRef, Slot
-from speedrun.optim.state import States, clone_state
+from speedrun.optim.state import States, clone
 from speedrun.optim.work import Work
 
 
@@ -230,7 +230,10 @@ class Bucket:
     def checked_states(self, saved: States) -> States:
         """Copies of what this rank had saved, as it is kept here; ValueError if that does not fit."""
         kept = [(slot.ref, local, saved[slot.ref.name]) for slot, local in self.locals if saved[slot.ref.name]]
-        return {ref.name: ref.member._local_state_from(state, ref.name, local, ref.group) for ref, local, state in kept}
+        return {
+            ref.name: ref.member._state_from(state, ref.name, local, ref.group, rebased=True)
+            for ref, local, state in kept
+        }
 
     def load_state(self, states: States, *, full: bool) -> None:
         """Replace this rank's state by a copy: of its part of full states, or of what this rank had saved."""
@@ -239,7 +242,7 @@ class Bucket:
             member, saved = slot.ref.member, states.get(slot.ref.name)
             member.state.pop(local, None)
             if saved:
-                member.state[local] = clone_state(self.shard_state(slot, saved) if full else saved, local.device)
+                member.state[local] = clone(self.shard_state(slot, saved) if full else saved, local.device)
             member.rebase_mantissa(local)
 
     def master(self, ref: ParamRef) -> Tensor:
@@ -266,7 +269,7 @@ class Bucket:
             whole = ref.member.state.pop(ref.param)
             for slot, local in self.locals:
                 if slot.ref is ref:
-                    ref.member.state[local] |= clone_state(self.shard_state(slot, whole), local.device)
+                    ref.member.state[local] |= clone(self.shard_state(slot, whole), local.device)
                     ref.member.rebase_mantissa(local)
 
 

@@ -25,7 +25,7 @@ class ForeignMember(DeferredFiniteCheck, Foreign):
     def _group_from(self, saved: Group, group: Group) -> Group:
         return {key: value for key, value in saved.items() if key != "params"}
 
-    def _local_state_from(self, saved: dict[str, Any], name: str, p: Tensor, group: Group) -> dict[str, Any]:
+    def _state_from(self, saved: dict[str, Any], *args: Any, **options: Any) -> dict[str, Any]:
         """Unseen: only its optimizer knows what it keeps."""
         return saved
 

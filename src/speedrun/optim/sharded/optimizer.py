@@ -40,7 +40,7 @@ from speedrun.optim.sharded.comm import Comm
 from speedrun.optim.sharded.foreign import ForeignMember
 from speedrun.optim.sharded.order import ORDERS, Early, Order, early_reductions, resolve_order
 from speedrun.optim.sharded.plan import ParamRef, param_refs, plan_buckets, state_bytes
-from speedrun.optim.state import Group, Loss, States, call_closure, clone_state, match_groups, require, untraced
+from speedrun.optim.state import Group, Loss, States, call_closure, clone, match_groups, require, untraced
 
 
 class Interleaved(StateDictMethods, Optimizer):
@@ -334,7 +334,7 @@ class Interleaved(StateDictMethods, Optimizer):
         (here, of), (there, to) = self._home(source), self._home(target)
         mine, local = here.local(of), there.local(to)
         if mine is not None and local is not None:
-            to.member.state[local] = clone_state(of.member.state.get(mine, {}), target.device)
+            to.member.state[local] = clone(of.member.state.get(mine, {}), target.device)
 
     @torch.no_grad()
     def master(self, p: Tensor) -> Tensor:

@@ -2,8 +2,9 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
+from typing import Literal
 
+from speedrun.optim.arguments import require_choice
 from speedrun.optim.sharded.plan import BucketPlan
 from speedrun.optim.state import require
 
@@ -16,7 +17,7 @@ Early = Literal["tables", "all"]
 def early_reductions(plans: Sequence[BucketPlan], order: str | Order, early: Early | None = None) -> list[str]:
     """The buckets whose reductions begin during the backward pass; None takes `all` for `eager`, otherwise `tables`."""
     early = early or ("all" if order == "eager" else "tables")
-    require(early in get_args(Early), "early", early, "one of: " + ", ".join(get_args(Early)))
+    require_choice("early", early, Early)
     return [plan.label for plan in reversed(plans) if early == "all" or plan.kind != "owned"]
 
 
