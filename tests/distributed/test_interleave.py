@@ -310,7 +310,7 @@ def forgotten_no_sync(rank: int, size: int) -> str:
 
 def test_a_second_backward_pass_without_no_sync_is_refused(tmp_path: Path) -> None:
     for said in together(tmp_path, 2, forgotten_no_sync):
-        assert "came after its reduction had begun" in said
+        assert "arrived after its reduction had begun" in said
         assert "no_sync()" in said
 
 
@@ -364,7 +364,10 @@ def shared_memory(net: Net) -> Net:
             lambda net: Interleaved(shared_memory(net), members(net), process_group=Comm(None, 0, 2)),
             "embed and window are two tensors in the same memory",
         ),
-        (lambda net: Interleaved(net, members(net), order="random"), "order is 'random'; it must be one of: plain"),
+        (
+            lambda net: Interleaved(net, members(net), order="random"),
+            "order is 'random'; it must be one of: sequential",
+        ),
         (lambda net: Interleaved(net, members(net), average="median"), "average is 'median'"),
         (lambda net: Interleaved(net, members(net), buckets=0), "buckets is 0"),
         (lambda net: Interleaved(net, [*members(net), Muon([net.up])]), "up is in two groups"),

@@ -83,7 +83,7 @@ def weights(net: nn.Module) -> dict[str, Tensor]:
 def sequence_parallel(rank: int, size: int, kind: str) -> dict[str, Any]:
     signal.alarm(HANGS)
     if kind == "masked adam":
-        base.answers_at_once = lambda work: False  # as on a GPU; the masked path runs on any device
+        base.is_synchronous = lambda work: False  # as on a GPU; the masked path runs on any device
     net = parallel(size)
     moved: list[int] = []
     placed_as = base.placed_as

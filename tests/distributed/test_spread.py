@@ -97,7 +97,7 @@ def learned(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def sharded(rank: int, size: int, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
     signal.alarm(HANGS)
     if size == 3:
-        base.answers_at_once = lambda work: not work  # as on a GPU; the masked path runs on any device
+        base.is_synchronous = lambda work: not work  # as on a GPU; the masked path runs on any device
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     found = {}
     for name in NAMES:

@@ -290,7 +290,7 @@ def test_bad_options_are_refused_by_name_and_value(options, sentence) -> None:
         (lambda: Muon([("scalar", nn.Parameter(torch.ones(())))]), "Muon cannot train scalar: it has 0 dimensions"),
         (
             lambda: Muon([("z", nn.Parameter(torch.ones(2, 2, dtype=torch.complex64)))]),
-            "Muon cannot train z: it is complex (torch.complex64)",
+            "Muon cannot train z: its dtype is torch.complex64; leave it out, or give it as two real tensors",
         ),
     ],
 )

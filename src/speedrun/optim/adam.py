@@ -2,7 +2,8 @@
 
     optimizer = Adam([{"params": head, "betas": (0.5, 0.95)}, {"params": scalars, "lr_mul": 5.0}], lr=0.008)
 
-With its defaults it is torch's AdamW without decay, and torch's fused kernel does the work.
+With its defaults it is torch's AdamW without decay, and torch's fused kernel does the work. Adam: Kingma and Ba,
+https://arxiv.org/abs/1412.6980; decoupled decay: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101.
 """
 
 import math
@@ -39,7 +40,7 @@ class Adam(SpeedrunOptimizer):
         decay_by: the decay is multiplied by the learning rate (`lr`, as in AdamW) or by its square (`lr-squared`).
         every: step only on each `every`-th call, on the sum of the gradients since then.
         row_beta1: EXPERIMENTAL. beta1 of each row times the share of recent steps in which the row had a gradient, so
-            that the table rows of rare tokens do not drift for long after a gradient that came once.
+            that the table rows of rare tokens do not drift for long after a single gradient.
         exact_bf16: keep 16 more bits for bfloat16 weights, which makes them exact float32 (speedrun.optim.exact_bf16).
     """
 
@@ -174,7 +175,7 @@ class Adam(SpeedrunOptimizer):
             [w.state["step"] for w in members],
             fused=True, amsgrad=False, beta1=beta1, beta2=beta2, lr=lr, weight_decay=decay, eps=eps, maximize=False,
         )  # fmt: skip
-        increment_version([w.param for w in members])  # the kernel does not tell autograd that it wrote them
+        increment_version([w.param for w in members])  # the kernel does not count its writes for autograd
 
     def _plain(self, w: Work, finite: float | Tensor) -> None:
         group, state = w.group, w.state

@@ -83,15 +83,10 @@ class SpeedrunOptimizer(DeferredFiniteCheck, SingleProcess, StateDictMethods, Op
     def _check_group(self, group: Group) -> None:
         refuse_torch_options(self, group)
         for name, p in named(group, len(self.param_groups) - 1):
-            if p.is_complex():
-                raise ValueError(
-                    f"{type(self).__name__} cannot train {name}: it is complex ({p.dtype}); "
-                    "give it as two real tensors, or to another optimizer."
-                )
             if not p.is_floating_point():
+                way_out = "give it as two real tensors" if p.is_complex() else "convert it to a floating-point dtype"
                 raise ValueError(
-                    f"{type(self).__name__} cannot train {name}: its dtype is {p.dtype}; "
-                    "leave it out, or convert it to a floating-point dtype."
+                    f"{type(self).__name__} cannot train {name}: its dtype is {p.dtype}; leave it out, or {way_out}."
                 )
         for key in self.per_parameter:
             value = group[key]
@@ -380,9 +375,10 @@ class SpeedrunOptimizer(DeferredFiniteCheck, SingleProcess, StateDictMethods, Op
         raise NotImplementedError
 
     def state_bytes(self) -> dict[Tensor, int]:
-        """How many bytes the state of each parameter takes when it is fullest. Allocates nothing: meta tensors will do.
+        """How many bytes the state of each parameter takes when it is fullest.
 
-        Fullest is between two of Adam's turns, when gradients wait for the next one.
+        Allocates nothing; meta tensors are enough. Fullest is between two steps of Adam, when gradients wait for the
+        next one.
         """
         sizes = {}
         for _, p, group in self._named():

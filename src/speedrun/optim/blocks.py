@@ -1,7 +1,7 @@
 """The blocks of a parameter: what Muon orthogonalises apart.
 
-A parameter is one matrix, or a bank of them; a matrix falls into blocks, which the groups' `matrix`, `transposed` and
-`blocks` tell. Everything else works on stacks of equal blocks and does not ask how they lie in the parameter.
+A parameter is one matrix, or a bank of them; the groups' `matrix`, `transposed` and `blocks` divide a matrix into
+blocks. All other code works on stacks of equal blocks, wherever they lie in the parameter.
 
 Letters: L matrices of height H and width W; N blocks of r rows and c columns.
 """

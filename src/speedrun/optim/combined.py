@@ -172,7 +172,7 @@ class Combined(SingleProcess, StateDictMethods, Optimizer):
         return pack(groups, states)
 
     def _check(self, state_dict: dict[str, Any]) -> tuple[list[Any], dict[Any, Any]]:
-        """What each member's `check` returns, and what is of no parameter."""
+        """What each member's `check_state_dict` returns, and what belongs to no parameter."""
         chosen = match_groups(state_dict, self.param_groups, "Combined")
         states, checked, known = state_dict["state"], [], set()
         for optimizer in self.optimizers:
@@ -188,9 +188,7 @@ class Combined(SingleProcess, StateDictMethods, Optimizer):
 
     def _load(self, checked: tuple[list[Any], dict[Any, Any]]) -> None:
         places = [[self._place(group) for group in optimizer.param_groups] for optimizer in self.optimizers]
-        foreign_first = sorted(
-            range(len(places)), key=lambda k: isinstance(adapt(self.optimizers[k]), StateDictMethods)
-        )
+        foreign_first = sorted(range(len(places)), key=lambda k: isinstance(self.optimizers[k], StateDictMethods))
         for k in foreign_first:  # they may still refuse
             adapt(self.optimizers[k]).load_checked(checked[0][k])
             for place, group in zip(places[k], self.optimizers[k].param_groups, strict=True):

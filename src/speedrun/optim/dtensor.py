@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def is_sharded(p: Tensor) -> bool:
-    """Whether `p` is a DTensor. Importing its module to ask would take half a second."""
+    """Whether `p` is a DTensor. Importing its module for an `isinstance` takes half a second."""
     return hasattr(p, "device_mesh") and hasattr(p, "placements")
 
 
@@ -33,7 +33,7 @@ def redistribute(grad: Any, p: Any) -> Tensor:
 
 
 def versions(p: Tensor) -> tuple[int, int]:
-    """Whether somebody wrote the parameter: writing a DTensor counts in the first, a rank's part in the second."""
+    """Version counters that change with every write: to a DTensor the first, to a rank's part the second."""
     return p._version, local_of(p)._version
 
 
@@ -52,7 +52,7 @@ def as_dtensor(part: Any, like: Any) -> Any:
 
 
 def full_tensor(p: Any) -> Tensor:
-    """The whole of a DTensor, which all ranks must ask for; an ordinary tensor as it is."""
+    """The whole of a DTensor, which all ranks must call; an ordinary tensor as it is."""
     whole: Tensor = p.full_tensor() if is_sharded(p) else p
     return whole
 
@@ -80,7 +80,7 @@ def device_meshes(params: Iterable[Any]) -> list[Any]:
 
 
 def max_over(value: Tensor, meshes: Iterable[Any]) -> Tensor:
-    """The largest `value` of all ranks of each mesh, and of what they had heard on the meshes before it.
+    """The largest `value` of all ranks of each mesh; values from one mesh go on to the next.
 
     It travels on the meshes' devices, for which they have a backend: weights that FSDP keeps on the CPU are elsewhere.
     """

@@ -1,6 +1,7 @@
 """Muon and NorMuon: momentum, then the nearest orthogonal matrix as the update.
 
-An orthogonal update changes all directions of a matrix by the same amount, so all are learned equally fast.
+An orthogonal update changes all directions of a matrix by the same amount, so all are learned equally fast. Muon:
+Keller Jordan et al., https://kellerjordan.github.io/posts/muon/; NorMuon: Li et al., https://arxiv.org/abs/2510.05491.
 
     optimizer = NorMuon(matrices, lr=0.02)                 # hidden matrices only: see speedrun.optim.route
     optimizer = Muon([{"params": qkv, "blocks": 3}, {"params": rest}], lr=0.02)
@@ -40,20 +41,22 @@ Axis = int | None
 CHUNK_BYTES = 40 * 2**20  # of one stack in float32: bounds the memory of a step; larger ones were not faster
 WEIGHT_COST = 256.0  # multiplications in the time of everything else that is done to a weight, measured on a CPU
 MIN_STACK = 4  # matrices in a stack however large they are: fewer were slower
-CACHED = 16  # orthogonalizers with their memory; models whose matrices do not all get gradients need ever others
+CACHED = 16  # orthogonalizers with their memory; with changing sets of gradients, steps need changing shapes
 
 
 def update_scale(rule: Scale | None, rows: int, cols: int) -> float:
     """Factor of the orthogonal update of a block. Singular values of 1 mean a mean square of 1 / max(rows, cols)."""
-    if rule == "unit-variance":  # entries of an update have variance 1, whatever its shape
-        return math.sqrt(max(rows, cols))
-    if rule == "spectral":  # larger steps for tall matrices, so that a step changes all outputs by the same amount
-        return math.sqrt(max(1.0, rows / cols))
-    if rule == "unit-rms-norm":  # inputs of root mean square 1 change outputs by at most 1
-        return math.sqrt(rows / cols)
-    if rule == "match-rms-adamw":
-        return 0.2 * math.sqrt(max(rows, cols))
-    return 1.0
+    return {
+        None: 1.0,
+        # Entries of an update have variance 1: an early record, https://github.com/KellerJordan/modded-nanogpt.
+        "unit-variance": math.sqrt(max(rows, cols)),
+        # A step changes all outputs by the same amount: Keller Jordan, https://kellerjordan.github.io/posts/muon/.
+        "spectral": math.sqrt(max(1.0, rows / cols)),
+        # Inputs of root mean square 1 change outputs by at most 1: Scion, https://arxiv.org/abs/2502.07529.
+        "unit-rms-norm": math.sqrt(rows / cols),
+        # Updates as large as AdamW's: Moonlight, https://arxiv.org/abs/2502.16982.
+        "match-rms-adamw": 0.2 * math.sqrt(max(rows, cols)),
+    }[rule]
 
 
 Stack = list[tuple[Work, BlockLayout]]
@@ -240,7 +243,7 @@ class Muon(SpeedrunOptimizer):
 
     @staticmethod
     def _advance_momentum(w: Work, finite: float | Tensor, advance: bool = True) -> tuple[Tensor, Tensor]:
-        """The gradient, and the momentum that has learned of it."""
+        """The gradient, and the momentum after it."""
         mu, wide = w.group["momentum"], torch.float64 if w.param.dtype == torch.float64 else torch.float32
         if "momentum_buffer" not in w.state:
             w.state["momentum_buffer"] = torch.zeros_like(w.param, dtype=wide, memory_format=torch.contiguous_format)

@@ -2,8 +2,9 @@
 
     optimizer = Snoo(Combined(NorMuon(...), Adam(...)), lr=0.68, momentum=0.37, k=28)
 
-The inner optimizer explores for k steps. What it did, seen as one long gradient, goes through momentum, and training
-goes on from there.
+The inner optimizer makes k steps. Their sum, taken as one long gradient, goes through momentum, and training continues
+from there. Kallusky et al., SNOO, https://arxiv.org/abs/2510.15830; lr, momentum and k are those of the record,
+https://github.com/KellerJordan/modded-nanogpt/pull/128.
 """
 
 from collections import ChainMap
@@ -51,6 +52,12 @@ class _InGroups:
             group[self.key] = value
 
 
+def _divide(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A parameter's state here, and the rest, which is the inner optimizer's."""
+    outer = {key: state[key] for key in OUTER_KEYS if key in state}
+    return outer, {key: value for key, value in state.items() if key not in OUTER_KEYS}
+
+
 class _JoinedState(MutableMapping[Any, Any]):
     """The state of the inner optimizer and Snoo's own, as one mapping."""
 
@@ -63,9 +70,9 @@ class _JoinedState(MutableMapping[Any, Any]):
     def __setitem__(self, key: Any, value: Any) -> None:
         if torch.is_tensor(key):
             self.outer.pop(key, None)
-            if any(name in value for name in OUTER_KEYS):
-                self.outer[key] = {name: value[name] for name in OUTER_KEYS if name in value}
-            value = {name: kept for name, kept in value.items() if name not in OUTER_KEYS}
+            outer, value = _divide(value)
+            if outer:
+                self.outer[key] = outer
         self.inner.state[key] = value
 
     def __delitem__(self, key: Any) -> None:
@@ -200,10 +207,9 @@ class Snoo(StateDictMethods, Optimizer):
 
     def load_full_state_dict(self, states: States) -> None:
         """Load what `full_state_dict` returned; the caller sets `count`."""
-        ours = {name: {key: state[key] for key in OUTER_KEYS if key in state} for name, state in states.items()}
-        load_by_name(self.param_groups, self.outer, ours)
-        inner = {name: {k: v for k, v in state.items() if k not in OUTER_KEYS} for name, state in states.items()}
-        self._inner.load_full_state_dict(inner)
+        divided = {name: _divide(state) for name, state in states.items()}
+        load_by_name(self.param_groups, self.outer, {name: outer for name, (outer, _) in divided.items()})
+        self._inner.load_full_state_dict({name: inner for name, (_, inner) in divided.items()})
 
     def _save(self) -> dict[str, Any]:
         """The inner optimizer's, with the outer weights and momenta in the state of each parameter."""
@@ -222,17 +228,12 @@ class Snoo(StateDictMethods, Optimizer):
             if not all(f"snoo_{key}" in saved for key in COUNTERS):
                 raise _foreign("its groups lack `snoo_count`")
             for (name, p), i in zip(named(group, number), ids, strict=True):
-                state = state_dict["state"].get(i, {})
-                if any(key in state for key in OUTER_KEYS):
-                    outer[p] = {key: _load_outer(state[key], key, name, p) for key in OUTER_KEYS if key in state}
+                found, _ = _divide(state_dict["state"].get(i, {}))
+                if found:
+                    outer[p] = {key: _load_outer(value, key, name, p) for key, value in found.items()}
         if any(state_dict["state"].get(i) for _, ids in chosen for i in ids) and not outer:
             raise _foreign("parameters have state, and none has `outer`")
-        inner = {
-            i: {key: value for key, value in state.items() if key not in OUTER_KEYS}
-            if isinstance(state, dict)
-            else state
-            for i, state in state_dict["state"].items()
-        }
+        inner = {i: _divide(s)[1] if isinstance(s, dict) else s for i, s in state_dict["state"].items()}
         return outer, self._inner.check_state_dict({**state_dict, "state": inner})
 
     def _load(self, checked: tuple[dict[Tensor, dict[str, Tensor]], Any]) -> None:

@@ -20,10 +20,10 @@ from torch import Tensor
 
 Coefficients = Sequence[tuple[float, float, float]]
 Shifts = list[tuple[float, float]]
-Tiles = dict[tuple[int, int], Tensor]  # parts of the matrices of a stack, by row and column
+Tiles = dict[tuple[int, int], Tensor]  # blocks of the matrices of a stack, by row and column
 
-# On a CPU, symmetric matrices are cut into at most so many rows of blocks of at least this side, and those below the
-# diagonal are never computed: 0.8 to 0.9 of the time for sides from 192.
+# On a CPU, symmetric matrices are cut into at most MOST_TILES rows of tiles with sides of at least TILE_SIDE. Tiles
+# below the diagonal are never computed: 0.8 to 0.9 of the time for sides from 192.
 MOST_TILES, TILE_SIDE = 4, 96
 SMALL = 1e-12  # above it, and below its inverse, a norm in float32 is right whatever the matrix
 
@@ -31,8 +31,8 @@ SMALL = 1e-12  # above it, and below its inverse, a norm in float32 is right wha
 def unit_norm(x_Nmn: Tensor, margin: float) -> Tensor:
     """Each matrix over (its Frobenius norm * margin), in place and without overflow or underflow. Zeros stay zeros."""
     norm_N11 = torch.linalg.vector_norm(x_Nmn, dim=(-2, -1), keepdim=True)
-    asking_is_cheap = x_Nmn.device.type == "cpu" and not torch.compiler.is_compiling()
-    if not (asking_is_cheap and ((norm_N11 > SMALL) & (norm_N11 < 1 / SMALL)).all()):
+    reading_is_cheap = x_Nmn.device.type == "cpu" and not torch.compiler.is_compiling()
+    if not (reading_is_cheap and ((norm_N11 > SMALL) & (norm_N11 < 1 / SMALL)).all()):
         sum_N11 = torch.linalg.vector_norm(x_Nmn, 1, dim=(-2, -1), keepdim=True)
         x_Nmn.div_(torch.where(sum_N11 > 0, sum_N11 / x_Nmn[0].numel(), 1))
         norm_N11 = torch.linalg.vector_norm(x_Nmn, dim=(-2, -1), keepdim=True).clamp_(min=1)  # it is, but for zeros
@@ -74,15 +74,19 @@ def tile_rows(side: int, device: torch.device) -> int:
 
 
 def by_gram(rows: int, cols: int, steps: int) -> bool:
-    """Whether the Gram matrix needs less: 2 r + 17 products of s^3, not 10 r + 5. Beyond five steps, errors grow."""
+    """Whether the Gram matrix needs less: 2 r + 17 products of s^3, not 10 r + 5. Beyond five steps, errors grow.
+
+    Amsel et al., The Polar Express, appendix F: fast polynomial iteration for rectangular matrices
+    (https://arxiv.org/abs/2505.16932).
+    """
     return max(rows, cols) > 1.5 * min(rows, cols) and steps <= 5
 
 
 class Program:
     """The polynomials for stacks of certain shapes: memory of its own, and a list of operations on it.
 
-    Made once and run in every step: fresh memory, finding one's way to its parts, and the mirrored half of symmetric
-    matrices would cost a CPU as much as the other half does. Tall and wide matrices of the same sides go together.
+    Made once and run in every step: allocating memory, slicing it, and computing the mirrored half of symmetric
+    matrices would double the time on a CPU. Tall and wide matrices of the same sides go together.
     """
 
     def __init__(self, shapes: Sequence[Sequence[int]], triples: Coefficients, margin: float, like: Tensor) -> None:

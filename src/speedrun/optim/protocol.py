@@ -1,4 +1,4 @@
-"""What a trainer may ask of any optimizer here, in one process or in several."""
+"""The methods that a trainer may call on any optimizer here, in one process or in several."""
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
@@ -70,27 +70,17 @@ class TrainerOptimizer(Protocol):
 class StateDictMethods:
     """`state_dict` and `load_state_dict` with the hooks of `torch.optim.Optimizer`.
 
-    Loading has two parts, so that an optimizer of several refuses a state before the first of them has changed.
+    Loading has two parts, so that an optimizer of several refuses a state before the first of them has changed. A
+    subclass has `_save`, which returns what `state_dict` does when there are no hooks; `_check`, which returns
+    everything that is needed to load a state_dict, or raises ValueError; and `_load`, which loads what that returned.
     """
-
-    def _save(self) -> dict[str, Any]:
-        """What `state_dict` returns when there are no hooks."""
-        raise NotImplementedError
-
-    def _check(self, state_dict: dict[str, Any]) -> Any:
-        """Everything that `_load` needs to load it; ValueError if that cannot be done."""
-        raise NotImplementedError
-
-    def _load(self, checked: Any) -> None:
-        """Load what `_check` returned."""
-        raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
         """In torch's layout; see docs/optimizers.md."""
         own: Any = self
         for before in own._optimizer_state_dict_pre_hooks.values():
             before(self)
-        found = self._save()
+        found: dict[str, Any] = own._save()
         for after in own._optimizer_state_dict_post_hooks.values():
             changed = after(self, found)
             found = found if changed is None else changed
@@ -109,12 +99,12 @@ class StateDictMethods:
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
         with torch.no_grad():
-            return self._check(state_dict)
+            return own._check(state_dict)
 
     def load_checked(self, checked: Any) -> None:
         """The second part of loading: make what `check_state_dict` returned the state."""
         own: Any = self
-        self._load(checked)
+        own._load(checked)
         for after in own._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -172,8 +162,7 @@ class Foreign(SingleProcess):
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """In our order, which is the only one that `load_state_dict` of torch knows."""
-        own = self.optimizer.param_groups
-        groups = []
+        own, groups = self.optimizer.param_groups, []
         for (saved, ids), group in zip(match_groups(state_dict, own, type(self.optimizer).__name__), own, strict=True):
             names = {"param_names": group["param_names"]} if "param_names" in group else {}
             groups.append({**saved, "params": ids, **names})
@@ -202,7 +191,7 @@ def adapt(optimizer: Any) -> Any:
 
 
 def shared_defaults(optimizers: Sequence[Any]) -> Group:
-    """The defaults that all have, and the momentum of some: OneCycleLR and CyclicLR ask for it, or for betas."""
+    """The defaults that all have, and the momentum of some: OneCycleLR and CyclicLR need it, or betas."""
     first, *others = [optimizer.defaults for optimizer in optimizers]
     shared = {key: value for key, value in first.items() if all(key in other for other in others)}
     momenta = [{"momentum": known["momentum"]} for known in (first, *others) if "momentum" in known]

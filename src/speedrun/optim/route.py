@@ -131,7 +131,7 @@ def route(
 
 @dataclass(frozen=True)
 class _Known:
-    """What the types of a model's modules tell about its parameters, by their `id`."""
+    """What follows from the types of a model's modules about its parameters, by their `id`."""
 
     named: list[tuple[str, nn.Parameter]]
     tables: dict[int, int]  # with their rows
@@ -170,7 +170,7 @@ def _refuse_unused(what: str, patterns: Mapping[str, Any], names: list[str], exa
 
 
 def _as_muon_reads_it(route: Route, known: _Known, blocks: Mapping[str, Blocks]) -> Route:
-    """With what Muon must know of the way in which a matrix is stored, and that in the reason."""
+    """With `transposed` and `blocks`, which are added to the reason."""
     if route.to != "muon":
         return route
     reason, turned = route.reason, known.transposed.get(id(route.parameter))
@@ -212,7 +212,8 @@ def _default(name: str, p: nn.Parameter, known: _Known) -> tuple[Destination, st
     if name.endswith("bias"):
         return "adam", "vectors", "a bias"
     if any(part.lower().startswith("lora_") for part in name.split(".")):
-        # Its product with the other factor changes by more than a step of Muon is meant to: sqrt(rows / rank) more.
+        # LoRA (Hu et al., https://arxiv.org/abs/2106.09685): the product of the factors would change by
+        # sqrt(rows / rank) more than a step of Muon is meant to change a matrix.
         return "adam", "low rank", "low-rank factor (LoRA)"
     if id(p) in known.tables:
         return "adam", "tables", "embedding table"
@@ -249,5 +250,5 @@ def _has(name: str, words: tuple[str, ...]) -> bool:
 
 
 def _inside_head(part: str, word: str) -> bool:
-    """`heads` and `multihead` speak of attention, not of the head that makes logits."""
+    """`heads` and `multihead` are words of attention, not of the head that makes logits."""
     return word == "head" and ("heads" in part or "multihead" in part)

@@ -9,8 +9,8 @@ owner orthogonalises it, and sends each rank its rows of the result.
     updates = spread.to_all(states)         # this rank's part of each result
 
 That is one all-to-all each way along every dimension of the mesh, for all matrices together, as Dion does it
-(https://github.com/microsoft/dion). With HSDP the replicas own different matrices: an owner hears from its own replica,
-and its result goes to the others, too. What a rank sends follows from shapes, so nothing waits for a GPU.
+(https://github.com/microsoft/dion). With HSDP the replicas own different matrices: an owner receives parts from
+its own replica alone, and its result goes to all. What a rank sends follows from shapes, so nothing waits for a GPU.
 """
 
 import functools
@@ -99,26 +99,21 @@ class Spread:
         coordinates = list(itertools.product(*map(range, self.sizes)))
         owners = [coordinates[share] for share in assign(costs, len(coordinates))]
         axes_cut = [sharded_axes(w.sharded) for w in work]
-        self.foreign = [c is None for c in axes_cut]  # made whole by DTensor itself, on all ranks
-        self.layouts = [
-            MeshLayout(o, w.shape, c or self.replicated) for o, w, c in zip(owners, work, axes_cut, strict=True)
-        ]
+        self.gathered = [c is None for c in axes_cut]  # gathered by DTensor itself, on all ranks
+        triples = zip(owners, work, axes_cut, strict=True)
+        self.layouts = [MeshLayout(owner, w.shape, axes or self.replicated) for owner, w, axes in triples]
         self.owned: dict[int, OwnedMatrix] = {}
 
     def to_owners(self, parts: Sequence[Tensor]) -> list[Work]:
         """The matrices that this rank owns, put together from all ranks' parts."""
-        held = {
-            i: gather_full(part, w.sharded) if foreign else part
-            for i, (w, part, foreign) in enumerate(zip(self.work, parts, self.foreign, strict=True))
-        }
+        triples = enumerate(zip(self.work, parts, self.gathered, strict=True))
+        held = {i: gather_full(part, w.sharded) if full else part for i, (w, part, full) in triples}
         self.empty = parts[0].new_empty(0)
         for k in reversed(range(len(self.sizes))):  # backwards, as the first dimension of the mesh cut first
             held = self._gather_parts(k, held)
-        self.owned = {
-            i: OwnedMatrix(whole, whole, w.state, w.group, w.index, w.name)
-            for i, whole in held.items()
-            for w in [self.work[i]]
-        }
+        for i, whole in held.items():
+            w = self.work[i]
+            self.owned[i] = OwnedMatrix(whole, whole, w.state, w.group, w.index, w.name)
         return list(self.owned.values())
 
     def to_all(self, states: Sequence[dict[str, Shape]]) -> list[Tensor]:
@@ -135,10 +130,8 @@ class Spread:
         for w, shapes in zip(self.work, states, strict=True):
             for key in shapes:
                 w.state[key] = held[next(news)].clone()  # not a view of everything that has arrived
-        return [
-            local_part(held[i], w.sharded) if foreign else held[i]
-            for i, (w, foreign) in enumerate(zip(self.work, self.foreign, strict=True))
-        ]
+        made_full = zip(self.work, self.gathered, strict=True)
+        return [local_part(held[i], w.sharded) if full else held[i] for i, (w, full) in enumerate(made_full)]
 
     def _gather_parts(self, k: int, held: dict[int, Tensor]) -> dict[int, Tensor]:
         """Along dimension `k` of the mesh, the parts of what is owned there by ranks with this rank's coordinate."""
@@ -165,13 +158,13 @@ class Spread:
             parts = whole.split(chunk_sizes(whole.shape[axis], self.sizes[k]), axis) if axis is not None else None
             for to in range(self.sizes[k]):
                 sent[to].append(whole if parts is None else parts[to])
-        came: list[list[int]] = [[] for _ in range(self.sizes[k])]
+        received: list[list[int]] = [[] for _ in range(self.sizes[k])]
         for i, layout in enumerate(layouts):
             if layout.owner[k + 1 :] == self.at[k + 1 :]:
-                came[layout.owner[k]].append(i)
-        shapes = [[layouts[i].part(self.at[: k + 1], self.sizes) for i in those] for those in came]
+                received[layout.owner[k]].append(i)
+        shapes = [[layouts[i].part(self.at[: k + 1], self.sizes) for i in those] for those in received]
         got = self._exchange(k, sent, shapes)
-        return {i: x for those, xs in zip(came, got, strict=True) for i, x in zip(those, xs, strict=True)}
+        return {i: x for those, xs in zip(received, got, strict=True) for i, x in zip(those, xs, strict=True)}
 
     def _exchange(self, k: int, sent: list[list[Tensor]], shapes: list[list[Shape]]) -> list[list[Tensor]]:
         """Along dimension `k` of the mesh, `sent[j]` to its rank j; tensors of `shapes[j]` come from there."""

@@ -1,4 +1,4 @@
-"""Parameters by name, and what optimizers know of them: the form in which checkpoints store optimizer state."""
+"""Parameters and their state by name: the form in which checkpoints store optimizer state."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar

@@ -100,7 +100,7 @@ class Bucket:
         if fresh:
             torch._foreach_copy_([view for _, _, view in fresh], [grad for _, grad, _ in fresh])
         for p, _, view in fresh:
-            if (p.dtype, p.device) == (view.dtype, view.device):  # an optimizer of others may have several
+            if (p.dtype, p.device) == (view.dtype, view.device):  # an optimizer of another package may mix them
                 p.grad = view
         return self.full_grad
 
@@ -163,7 +163,7 @@ class Bucket:
             self.pending = self.comm.all_gather(self.weights, mine)
 
     def finish(self) -> None:
-        """Weights have arrived behind autograd's back; tell it."""
+        """Count the write of the weights that have arrived, which autograd has not seen."""
         increment_version([ref.param for ref, _ in self.views if self.local(ref) is None])
 
     def end(self) -> None:

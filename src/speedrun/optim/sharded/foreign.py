@@ -11,7 +11,7 @@ from speedrun.optim.work import Work
 
 
 class ForeignMember(DeferredFiniteCheck, Foreign):
-    """What a bucket asks of `SpeedrunOptimizer`, around any `torch.optim.Optimizer`."""
+    """The methods of `SpeedrunOptimizer` that a bucket calls, around any `torch.optim.Optimizer`."""
 
     def is_exact(self, p: Tensor, group: Group) -> bool:
         return False
@@ -32,7 +32,7 @@ class ForeignMember(DeferredFiniteCheck, Foreign):
     def _update(self, work: list[Work], finite: float | Tensor) -> None:
         """Let it step on the gradients of all ranks; afterwards each `.grad` is this rank's own again.
 
-        It cannot be told to leave everything as it was, so on a GPU this waits for the answer.
+        It has no masked step that leaves everything as it was, so on a GPU this waits for `finite`.
         """
         if not float(finite):
             return

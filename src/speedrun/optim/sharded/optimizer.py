@@ -1,5 +1,8 @@
 """The sharded step: every rank trains its share, and communication overlaps with computation.
 
+After ClassicLarry's record, https://github.com/KellerJordan/modded-nanogpt/pull/190, and the proposal of Chris
+McCormick, https://github.com/KellerJordan/modded-nanogpt/discussions/170.
+
     optimizer = Interleaved(model, [NorMuon(plan.muon, lr=0.02), Adam(plan.adam, lr=0.001)])    # instead of DDP
     for part in parts[:-1]:
         with optimizer.no_sync():
@@ -141,8 +144,8 @@ class Interleaved(StateDictMethods, Optimizer):
                 return
             if bucket.launched or self._agreed is not None:
                 raise RuntimeError(
-                    f"A gradient of {bucket.label} came after its reduction had begun. Wrap all backward passes of a "
-                    "step but the last one in `with optimizer.no_sync():`."
+                    f"A gradient of {bucket.label} arrived after its reduction had begun. Wrap all backward passes of "
+                    "a step but the last one in `with optimizer.no_sync():`."
                 )
             bucket.arrived += 1
             if bucket.arrived == len(bucket.refs) and self._arrivals is not None:
@@ -359,15 +362,18 @@ class Interleaved(StateDictMethods, Optimizer):
 
     def _save(self) -> dict[str, Any]:
         """This rank's part, for the same number of ranks; `full_state_dict` is for any number."""
+        other = {key: value for key, value in self.state.items() if not torch.is_tensor(key)}
         parts = {ref.name: dict(state) for bucket in self.buckets for ref, state in bucket.states() if state}
-        name = {ref.param: ref.name for ref in self.refs}
-        groups = [{**group, "params": [name[p] for p in group["params"]]} for group in self.param_groups]
-        return {"state": parts, "param_groups": groups, "rank": self.comm.rank, "ranks": self.comm.size}
+        ranks = {"rank": self.comm.rank, "ranks": self.comm.size}
+        return {"state": other | parts, "param_groups": self._groups_by_name(), **ranks}
 
-    def _check(self, state_dict: dict[str, Any]) -> tuple[list[Group], States]:
-        """The groups' new values, and this rank's states by name."""
+    def _groups_by_name(self) -> list[Group]:
         name = {ref.param: ref.name for ref in self.refs}
-        groups = [{**group, "params": [name[p] for p in group["params"]]} for group in self.param_groups]
+        return [{**group, "params": [name[p] for p in group["params"]]} for group in self.param_groups]
+
+    def _check(self, state_dict: dict[str, Any]) -> tuple[list[Group], States, dict[Any, Any]]:
+        """The groups' new values, this rank's states by name, and what belongs to no parameter."""
+        groups = self._groups_by_name()
         chosen = match_groups(state_dict, groups, "Interleaved")
         ranks = state_dict.get("ranks"), state_dict.get("rank")
         if ranks != (self.comm.size, self.comm.rank):
@@ -381,13 +387,17 @@ class Interleaved(StateDictMethods, Optimizer):
         mine = [n for group in groups for n in group["params"]]
         theirs = [i for _, ids in chosen for i in ids]
         states = {n: state_dict["state"].get(i, {}) for n, i in zip(mine, theirs, strict=True)}
-        return fresh, {n: state for bucket in self.buckets for n, state in bucket.checked_states(states).items()}
+        states = {n: state for bucket in self.buckets for n, state in bucket.checked_states(states).items()}
+        return fresh, states, {k: v for k, v in state_dict["state"].items() if k not in theirs}
 
-    def _load(self, checked: tuple[list[Group], States]) -> None:
+    def _load(self, checked: tuple[list[Group], States, dict[Any, Any]]) -> None:
+        groups, states, other = checked
         for bucket in self.buckets:
-            bucket.load_state(checked[1], full=False)
-        for group, fresh in zip(self.param_groups, checked[0], strict=True):
+            bucket.load_state(states, full=False)
+        for group, fresh in zip(self.param_groups, groups, strict=True):
             group.update(fresh)
+        self.state.clear()
+        self.state.update(other)
 
     def __getstate__(self) -> dict[str, Any]:
         raise ValueError(
