@@ -126,7 +126,7 @@ def shortened(recipe: Recipe, steps: int) -> Recipe:
         changes["optim.snoo.k"] = 3
     if s.warmup:
         changes["schedule.warmup"] = max(s.warmup, 3 / (steps - extension))
-    if s.mtp_weights > 1:
+    if s.predict > 1:
         changes["schedule.predict_until"] = max(s.predict_until, 3 / (steps - extension))
     changes["validation.every"] = steps // 2
     return with_fields(recipe, changes)
