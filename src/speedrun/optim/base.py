@@ -29,17 +29,7 @@ from speedrun.optim.dtensor import (
 from speedrun.optim.exact_bf16 import checksum, join, split
 from speedrun.optim.finite import DeferredFiniteCheck, NonFiniteGradient, all_finite, is_synchronous, raise_deferred
 from speedrun.optim.protocol import SingleProcess, StateDictMethods
-from speedrun.optim.state import (
-    Group,
-    Loss,
-    call_closure,
-    match_groups,
-    named,
-    pack,
-    restore_tuples,
-    untraced,
-    unwrapped,
-)
+from speedrun.optim.state import Group, Loss, as_tuples, call_closure, match_groups, named, pack, untraced, unwrapped
 from speedrun.optim.work import Work
 
 
@@ -327,7 +317,7 @@ class SpeedrunOptimizer(DeferredFiniteCheck, SingleProcess, StateDictMethods, Op
         for key, value in fresh.items():
             if isinstance(value, list) and key in self.per_parameter and len(value) == len(mine) == len(theirs):
                 value = [value[theirs.index(name)] for name in mine] if set(mine) == set(theirs) else value
-            fresh[key] = restore_tuples(group.get(key), value)
+            fresh[key] = as_tuples(group.get(key), value)
         if mine or len(theirs) != len(group["params"]):
             fresh.pop("param_names", None)
         self._check_group({**group, **fresh, "lr": 0.0})  # a schedule may end a rounding error below 0

@@ -98,12 +98,12 @@ def match_groups(state_dict: Any, groups: list[Group], who: str) -> list[tuple[G
     return [(group, list(group["params"])) for group in saved]
 
 
-def restore_tuples(own: Any, saved: Any) -> Any:
+def as_tuples(own: Any, saved: Any) -> Any:
     """A saved value with tuples where our own has some: torch.distributed.checkpoint makes lists of them."""
     if isinstance(own, tuple) and isinstance(saved, list):
         return tuple(saved)
     if isinstance(own, list) and isinstance(saved, list) and len(own) == len(saved):
-        return [restore_tuples(*pair) for pair in zip(own, saved, strict=True)]
+        return [as_tuples(*pair) for pair in zip(own, saved, strict=True)]
     return saved
 
 
