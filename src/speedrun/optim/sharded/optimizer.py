@@ -353,6 +353,7 @@ class Interleaved(StateDictMethods, Optimizer):
 
     def reset(self) -> None:
         """Drop all state, mantissas included, as if no step had been made."""
+        self.state.clear()
         for member in self.optimizers:
             member.reset()
 
