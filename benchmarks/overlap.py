@@ -248,7 +248,7 @@ def report(args: argparse.Namespace, entrants: list[Entrant], sent: float, compu
     for e in entrants[1:-1]:
         gone = 1 - mean_wait(e) / mean_wait(plain)
         ratio = statistics.median(b / a for a, b in zip(e.whole, ddp.whole, strict=True))
-        print(f"{e.name}: {100 * gone:.0f} % of the plain order's waiting for transfers is gone", end="")
+        print(f"{e.name}: {100 * gone:.0f} % of the sequential order's waiting for transfers is gone", end="")
         print(f"; the whole step is {ratio:.2f}x as fast as with DDP and replicated optimizers", end="")
         print(f"; {1e3 * statistics.median(e.behind):.0f} ms more for the slower rank's backward pass")
 

@@ -71,7 +71,7 @@ def costs(plans: Sequence[BucketPlan], speed: Speed) -> dict[str, Cost]:
     """What each bucket would cost on a processor of this speed; weights, gradients and state pass its memory once."""
     found = {}
     for plan in plans:
-        packing = 0.0 if plan.alone else plan.whole * plan.dtype.itemsize / speed.memory
+        packing = 0.0 if plan.is_single else plan.numel * plan.dtype.itemsize / speed.memory
         found[plan.label] = Cost(*traffic(plan), busiest(plan, speed), packing)
     return found
 

@@ -71,7 +71,7 @@ MORE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "optim.snoo.momentum": 0.5, "optim.blocks.lr": 0.5, "optim.embed2.beta1": 0.7, "optim.muon.gates_lr": 0.5,
             "schedule.momentum_low": 0.8, "schedule.momentum_high": 0.9, "validation.first": False,
         },
-        {"order": "plain"},
+        {"order": "sequential"},
     ),
     # Long rows and wide matrices are computed in blocks, which the pocket sizes are too small for.
     "long and wide": (

@@ -113,7 +113,9 @@ def made_up_trainer(recipe: Recipe, backend: Backend) -> Trainer:
     with device, uncompiled, patch.object(GPT, "to", lambda model, _: model):  # fake tensors cannot be moved
         trainer = Trainer(Job(recipe, tokens, machine, Options(), folder, progress, Comm.of(None)))
     if trainer.comm.size > 1:
-        trainer.comm.aside = weakref.ref(dist.group.WORLD)  # it would open a group of gloo, and wait for the others
+        trainer.comm.small_group = weakref.ref(
+            dist.group.WORLD
+        )  # it would open a group of gloo, and wait for the others
     return trainer
 
 

@@ -20,5 +20,5 @@ def test_every_order_is_measured_and_foretold() -> None:
     )
     assert done.returncode == 0, done.stderr
     table, foretold = done.stdout.split("foretold from")
-    assert re.findall(r"^  (\w+) +\d+\.\d", table, re.M) == ["plain", "interleaved", "eager", "ddp"]
-    assert re.findall(r"^  (\w+) +\d+\.\d ms, measured", foretold, re.M) == ["plain", "interleaved", "eager"]
+    assert re.findall(r"^  (\w+) +\d+\.\d", table, re.M) == ["sequential", "interleaved", "eager", "ddp"]
+    assert re.findall(r"^  (\w+) +\d+\.\d ms, measured", foretold, re.M) == ["sequential", "interleaved", "eager"]

@@ -73,10 +73,10 @@ def test_simulate_compares_the_orders_for_the_short_model(tmp_path: Path, capsys
     picture = tmp_path / "s.svg"
     run(Simulate(gpus=(8, 64), link="50GB", plot=picture))
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    rows = [r for r in lines if r[1:2] in (["plain"], ["interleaved"])]
-    assert [r[:2] for r in rows] == [[n, order] for n in ("8", "64") for order in ("plain", "interleaved")]
+    rows = [r for r in lines if r[1:2] in (["sequential"], ["interleaved"])]
+    assert [r[:2] for r in rows] == [[n, order] for n in ("8", "64") for order in ("sequential", "interleaved")]
     after = {(r[0], r[1]): float(r[3]) for r in rows}
-    assert after["8", "interleaved"] < after["8", "plain"]
+    assert after["8", "interleaved"] < after["8", "sequential"]
     ET.parse(picture)
 
 

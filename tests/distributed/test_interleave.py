@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from speedrun.optim import Adam, Combined, Interleaved, Muon, NorMuon, Snoo
 from speedrun.optim.sharded import Comm
-from speedrun.optim.sharded.order import OPS, eager, interleaved, plain
+from speedrun.optim.sharded.order import OPS, eager, interleaved, sequential
 from speedrun.optim.sharded.plan import param_refs, plan_buckets, state_bytes
 from speedrun.training.trace import spans
 from tests.distributed.ranks import together
@@ -109,7 +109,7 @@ def layout(optimizer: Interleaved) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("size", "order"), [(1, "interleaved"), (2, "interleaved"), (3, "plain"), (4, "eager"), (5, "interleaved")]
+    ("size", "order"), [(1, "interleaved"), (2, "interleaved"), (3, "sequential"), (4, "eager"), (5, "interleaved")]
 )
 def test_any_number_of_ranks_trains_what_one_process_would(size: int, order: str, tmp_path: Path) -> None:
     expected = alone()
@@ -310,7 +310,7 @@ def forgotten_no_sync(rank: int, size: int) -> str:
 
 def test_a_second_backward_pass_without_no_sync_is_refused(tmp_path: Path) -> None:
     for said in together(tmp_path, 2, forgotten_no_sync):
-        assert "came after its reduction had begun" in said
+        assert "arrived after its reduction had begun" in said
         assert "no_sync()" in said
 
 
@@ -337,10 +337,10 @@ def test_orders_are_tables_and_checked() -> None:
     net = Net()
     optimizer = Interleaved(net, members(net))
     assert Counter(plan.kind for plan in optimizer.plan) == {"rows": 3, "replicated": 1, "owned": 2}
-    for order in (plain(optimizer.plan), interleaved(optimizer.plan), eager(optimizer.plan)):
+    for order in (sequential(optimizer.plan), interleaved(optimizer.plan), eager(optimizer.plan)):
         for plan in optimizer.plan:
             assert [op for op, label in order if label == plan.label] == list(OPS)
-    own = plain(optimizer.plan)
+    own = sequential(optimizer.plan)
     assert Interleaved(net, members(net), order=own).order == own
     with pytest.raises(ValueError, match=r"for 'embed'; it must have \['reduce', 'update', 'gather', 'finish'\]"):
         Interleaved(net, members(net), order=[(op, label) for op, label in own if (op, label) != ("gather", "embed")])
@@ -364,7 +364,10 @@ def shared_memory(net: Net) -> Net:
             lambda net: Interleaved(shared_memory(net), members(net), process_group=Comm(None, 0, 2)),
             "embed and window are two tensors in the same memory",
         ),
-        (lambda net: Interleaved(net, members(net), order="random"), "order is 'random'; it must be one of: plain"),
+        (
+            lambda net: Interleaved(net, members(net), order="random"),
+            "order is 'random'; it must be one of: sequential",
+        ),
         (lambda net: Interleaved(net, members(net), average="median"), "average is 'median'"),
         (lambda net: Interleaved(net, members(net), buckets=0), "buckets is 0"),
         (lambda net: Interleaved(net, [*members(net), Muon([net.up])]), "up is in two groups"),
@@ -403,8 +406,8 @@ def ended_group(rank: int, size: int) -> bool:
     net(torch.ones(2, 8)).sum().backward()
     optimizer.step()
     dist.barrier()
-    dist.destroy_process_group(optimizer.comm.aside())
-    return optimizer.comm.aside() is None
+    dist.destroy_process_group(optimizer.comm.small_group())
+    return optimizer.comm.small_group() is None
 
 
 def test_the_group_of_small_messages_ends_when_it_is_destroyed(tmp_path: Path) -> None:

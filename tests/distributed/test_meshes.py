@@ -141,7 +141,7 @@ def alone(rank: int, size: int, masked: bool) -> str:
     """Rank 0 alone trains ordinary parameters, while there is a process group."""
     signal.alarm(HANGS)
     if masked:
-        base.answers_at_once = lambda work: False  # as on a GPU; the masked path runs on any device
+        base.is_synchronous = lambda work: False  # as on a GPU; the masked path runs on any device
     said = "nothing"
     if rank == 0:
         net = stage(0)
@@ -170,7 +170,7 @@ def test_ordinary_parameters_are_nobody_elses_business(masked: bool, tmp_path: P
 
 def masked_parts(rank: int, size: int) -> str:
     signal.alarm(HANGS)
-    base.answers_at_once = lambda work: False
+    base.is_synchronous = lambda work: False
     net = stage(0)
     fully_shard(net)
     optimizer = optimizer_of(net)

@@ -83,11 +83,11 @@ def weights(net: nn.Module) -> dict[str, Tensor]:
 def sequence_parallel(rank: int, size: int, kind: str) -> dict[str, Any]:
     signal.alarm(HANGS)
     if kind == "masked adam":
-        base.answers_at_once = lambda work: False  # as on a GPU; the masked path runs on any device
+        base.is_synchronous = lambda work: False  # as on a GPU; the masked path runs on any device
     net = parallel(size)
     moved: list[int] = []
-    placed_as = base.placed_as
-    base.placed_as = lambda grad, p: moved.append(1) or placed_as(grad, p)
+    redistribute = base.redistribute
+    base.redistribute = lambda grad, p: moved.append(1) or redistribute(grad, p)
     train(net, build(kind, net))
     found: dict[str, Any] = {"weights": weights(net), "moved": len(moved), "norm": net.norm.weight.to_local()}
     found["still partial"] = [n for n, p in net.named_parameters() if p.grad.placements == (Partial(),)]
@@ -183,7 +183,7 @@ def finite(rank: int, size: int) -> list[str]:
             said.append(str(e.value).split(" is not")[0])
             assert all(p.to_local().eq(1).all() for p in params)  # type: ignore[attr-defined]
             assert not any(any(state.values()) for member in inner for state in member.state.values())
-            assert not any(member._placed for member in inner)  # type: ignore[attr-defined]
+            assert not any(member._redistributed for member in inner)  # type: ignore[attr-defined]
     return said
 
 

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from speedrun.optim import Adam, Combined, Muon, NorMuon, Snoo, base
 from speedrun.optim.exact_bf16 import checksum
-from speedrun.optim.spread import Spread, by_mesh, cut_sizes, deal
+from speedrun.optim.spread import Spread, assign, chunk_sizes, group_by_mesh
 from tests.distributed.ranks import together
 
 HANGS = 50  # seconds until a rank that waits for another ends by SIGALRM; groups of a mesh wait for half an hour
@@ -97,7 +97,7 @@ def learned(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def sharded(rank: int, size: int, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
     signal.alarm(HANGS)
     if size == 3:
-        base.answers_at_once = lambda work: not work  # as on a GPU; the masked path runs on any device
+        base.is_synchronous = lambda work: not work  # as on a GPU; the masked path runs on any device
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     found = {}
     for name in NAMES:
@@ -282,7 +282,7 @@ def test_bfloat16_weights_are_exact_in_parts(tmp_path: Path) -> None:
             assert not torch.equal(parts, parts.bfloat16().float())
             torch.testing.assert_close(parts, alone, rtol=1e-5, atol=1e-6)
             assert len(set(found[f"{name} checksums"])) == 1, "the same for any number of ranks"
-            assert found[f"{name} written"].eq(2.0).all(), "the remainder belonged to what was there before"
+            assert found[f"{name} written"].eq(2.0).all(), "the mantissa belonged to what was there before"
             assert found[f"{name} set"].eq(torch.tensor(2.0) + 1e-6).all()
 
 
@@ -310,7 +310,7 @@ def products(params: list[nn.Parameter]) -> int:
     optimizer = NorMuon(params)
     with FlopCounterMode(display=False) as counter:
         optimizer.step()
-    for work in by_mesh(optimizer._work()):
+    for work in group_by_mesh(optimizer._work()):
         spread = Spread(work, [1.0] * len(work))
         with Asking():
             spread.to_owners([w.grad for w in work])
@@ -336,11 +336,11 @@ def test_each_rank_does_its_share_of_the_arithmetic(tmp_path: Path) -> None:
 
 
 def test_the_largest_is_dealt_first_to_whom_has_least() -> None:
-    assert deal([1, 5, 3, 3], 2) == [0, 0, 1, 1]
-    assert deal([1, 1], 4) == [0, 1]
+    assert assign([1, 5, 3, 3], 2) == [0, 0, 1, 1]
+    assert assign([1, 1], 4) == [0, 1]
 
 
 @pytest.mark.parametrize(("size", "parts"), [(10, 4), (3, 4), (9, 8), (8, 4), (0, 2)])
 def test_cut_as_torch_cuts(size: int, parts: int) -> None:
     sizes = [len(x) for x in torch.ones(size).chunk(parts)]
-    assert cut_sizes(size, parts) == sizes + [0] * (parts - len(sizes))
+    assert chunk_sizes(size, parts) == sizes + [0] * (parts - len(sizes))

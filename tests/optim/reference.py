@@ -27,8 +27,8 @@ class Muon:
 
     def __init__(
         self, lr, momentum=0.95, nesterov=True, momentum_form="ema", method="polar-express", steps=5, coefficients=None,
-        scale="spectral", weight_decay=0.0, decay="decoupled", decay_by="lr", update_ema=0.0, lr_mul=1.0, wd_mul=1.0,
-        blocks=1, beta2=None, axis=None, update_floor=0.0,
+        scale="spectral", weight_decay=0.0, decay="decoupled", decay_by="lr", update_ema=None, lr_mul=1.0, wd_mul=1.0,
+        blocks=1, beta2=None, axis=None, update_floor=None,
     ):  # fmt: skip
         self.__dict__.update({k: v for k, v in locals().items() if k != "self"})
         self.m = self.e = None
@@ -47,7 +47,7 @@ class Muon:
         a, b = (self.blocks, 1) if isinstance(self.blocks, int) else self.blocks
         rows, cols = p.shape[0] // a, p.shape[1] // b
         scale = {
-            "none": 1.0,
+            None: 1.0,
             "unit-variance": math.sqrt(max(rows, cols)),
             "spectral": math.sqrt(max(1, rows / cols)),
             "match-rms-adamw": 0.2 * math.sqrt(max(rows, cols)),
@@ -59,7 +59,7 @@ class Muon:
                 here = slice(i * rows, (i + 1) * rows), slice(j * cols, (j + 1) * cols)
                 o = orthogonalize(u[here], self.method, self.steps, self.coefficients)
                 o = self.even_out(o, (i, j)) if self.beta2 is not None else o
-                least = self.update_floor * p[here].norm()
+                least = (self.update_floor or 0.0) * p[here].norm()
                 out[here] = o * (least / (scale * o).norm()) if (scale * o).norm() < least else o
         if self.update_ema:
             self.e = torch.zeros_like(out) if self.e is None else self.e

@@ -93,20 +93,23 @@ def test_groups_of_adamw_are_taken_and_what_is_off_in_them_is_not_asked_for() ->
 
 BAD = [
     ({"lr": torch.tensor([0.1, 0.2])}, "lr is a tensor of 2 elements, tensor([0.1000, 0.2000]); a Tensor lr"),
-    ({"lr": "fast"}, "lr is fast; it must be finite and not negative"),
+    ({"lr": "fast"}, "lr is 'fast'; it must be finite and not negative"),
     ({"lr": None}, "lr is None; it must be a number"),
     ({"weight_decay": torch.zeros(3)}, "weight_decay is a tensor of 3 elements"),
-    ({"lr_mul": "2"}, "lr_mul is 2; it must be finite"),
+    ({"lr_mul": "2"}, "lr_mul is '2'; it must be finite"),
     ({"wd_mul": [torch.ones(2)]}, "wd_mul is a tensor of 2 elements"),
 ]
 BAD_MUON = [
     ({"momentum": torch.zeros(2)}, "momentum is a tensor of 2 elements"),
-    ({"update_ema": None}, "update_ema is None; it must be a number"),
+    ({"update_ema": "x"}, "update_ema is 'x'; it must be at least 0 and below 1"),
     ({"steps": 5.0}, "steps is 5.0; it must be at least 1, and whole"),
     ({"method": "ns"}, "method is 'ns'; it must be one of: polar-express, newton-schulz, svd"),
     ({"method": None}, "method is None; it must be one of"),
-    ({"scale": "original"}, "scale is 'original'; it must be one of: none, unit-variance, spectral, match-rms-adamw"),
-    ({"scale": None}, "scale is None; it must be one of"),
+    ({"scale": "original"}, "scale is 'original'; it must be one of: unit-variance, spectral, match-rms-adamw"),
+    (
+        {"scale": "none"},
+        "scale is 'none'; it must be one of: unit-variance, spectral, match-rms-adamw, unit-rms-norm, or None",
+    ),
     ({"coefficients": (3.4445, -4.775, 2.0315)}, "it must hold triples (a, b, c), at least one"),
     ({"coefficients": 3.0}, "coefficients is 3.0; it must hold triples"),
 ]
@@ -169,7 +172,7 @@ ELSEWHERE = {
     "match-rms-adamw": lambda out, into: 0.2 * max(out, into) ** 0.5,  # "match_rms_adamw"; "rms_norm"; -
     "unit-variance": lambda out, into: max(out, into) ** 0.5,  # -; -; "spectral"
     "unit-rms-norm": lambda out, into: (out / into) ** 0.5,  # -; "spectral_norm"; "unit_rms_norm"
-    "none": lambda out, into: 1.0,  # -; None; -
+    None: lambda out, into: 1.0,  # -; None; -
 }
 
 

@@ -84,12 +84,12 @@ def test_without_it_small_updates_are_lost() -> None:
 
 
 def test_somebody_elses_write_is_noticed() -> None:
-    """A stale remainder would be added to the new weight."""
+    """A stale mantissa would be added to the new weight."""
     p = nn.Parameter(torch.randn(4, 4).bfloat16())
     optimizer = Muon([("w", p)], lr=1e-3)
     give([p], 0)
     optimizer.step()
-    assert optimizer.state[p]["remainder"].any()
+    assert optimizer.state[p]["mantissa"].any()
     with torch.no_grad():
         p.fill_(1.0)
     assert torch.equal(optimizer.master(p), torch.ones(4, 4)), "the written value counts, exactly"
@@ -99,7 +99,7 @@ def test_somebody_elses_write_is_noticed() -> None:
     assert (optimizer.master(p) - before).abs().max() < 2e-3
 
 
-def test_loading_a_model_checkpoint_drops_the_remainder() -> None:
+def test_loading_a_model_checkpoint_drops_the_mantissa() -> None:
     model = nn.Linear(4, 4, bias=False).bfloat16()
     optimizer = Muon(model.parameters(), lr=1e-3)
     give(list(model.parameters()), 0)
@@ -123,7 +123,7 @@ def test_a_state_dict_continues_bit_for_bit(model_first) -> None:
     else:
         b.load_state_dict(a.state_dict())
         resumed.load_state_dict(straight.state_dict())
-    assert b.state[resumed.weight]["remainder"].dtype == torch.int16, "torch's own loading would make it bfloat16"
+    assert b.state[resumed.weight]["mantissa"].dtype == torch.int16, "torch's own loading would make it bfloat16"
     for step in range(3, 6):
         give(list(straight.parameters()), step)
         give(list(resumed.parameters()), step)

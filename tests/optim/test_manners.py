@@ -293,7 +293,7 @@ def test_the_masked_step_of_a_gpu_changes_nothing_and_tells_at_the_next(cls, opt
     params, plain = parameters([(8, 8), (4, 8)]), parameters([(8, 8), (4, 8)])
     masked, normal = cls(params, lr=0.02, **options), cls(plain, lr=0.02, **options)
 
-    monkeypatch.setattr(base, "answers_at_once", lambda work: all(w.param is not params[0] for w in work))
+    monkeypatch.setattr(base, "is_synchronous", lambda work: all(w.param is not params[0] for w in work))
     for step in range(good):
         give(params, step)
         give(plain, step)
@@ -319,7 +319,7 @@ def test_the_masked_step_of_a_gpu_changes_nothing_and_tells_at_the_next(cls, opt
 def test_after_a_masked_step_training_goes_on_as_if_it_had_not_been(options, bad, monkeypatch) -> None:
     params, plain = parameters([(8, 8)]), parameters([(8, 8)])
     masked, normal = Adam(params, lr=0.02, **options), Adam(plain, lr=0.02, **options)
-    monkeypatch.setattr(base, "answers_at_once", lambda work: all(w.param is not params[0] for w in work))
+    monkeypatch.setattr(base, "is_synchronous", lambda work: all(w.param is not params[0] for w in work))
     for step in range(5):
         if step == bad:
             params[0].grad = torch.full((8, 8), torch.nan)

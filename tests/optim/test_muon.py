@@ -20,12 +20,12 @@ OPTIONS = st.fixed_dictionaries(
         "momentum_form": st.sampled_from(["ema", "classical"]),
         "method": st.sampled_from(["polar-express", "newton-schulz"]),
         "steps": st.integers(1, 6),
-        "scale": st.sampled_from(["none", "unit-variance", "spectral", "match-rms-adamw", "unit-rms-norm"]),
+        "scale": st.sampled_from([None, "unit-variance", "spectral", "match-rms-adamw", "unit-rms-norm"]),
         "weight_decay": st.sampled_from([0.0, 0.1, 1.2]),
         "decay": st.sampled_from(["decoupled", "cautious"]),
         "decay_by": st.sampled_from(["lr", "lr-squared"]),
-        "update_ema": st.sampled_from([0.0, 0.3]),
-        "update_floor": st.sampled_from([0.0, 0.35, 2.0]),
+        "update_ema": st.sampled_from([None, 0.3]),
+        "update_floor": st.sampled_from([None, 0.35, 2.0]),
         "lr_mul": st.sampled_from([1.0, 0.1, 2.0]),
         "wd_mul": st.sampled_from([1.0, 0.0, 2.0]),
     }
@@ -134,7 +134,7 @@ def test_memory_on_the_way_is_used_again() -> None:
 
 
 def test_memory_is_bounded_when_ever_other_matrices_have_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(muon_module, "KEPT", 2)
+    monkeypatch.setattr(muon_module, "CACHED", 2)
     params, same = parameters([(8, 8)] * 4), parameters([(8, 8)] * 4)
     a, b = Muon(params, lr=0.02), [Muon([p], lr=0.02) for p in same]
     for step, count in enumerate((1, 2, 3, 4, 1, 3)):
@@ -152,7 +152,7 @@ def test_memory_is_bounded_when_ever_other_matrices_have_gradients(monkeypatch: 
 
 def test_large_buckets_are_cut_and_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, cut = parameters([(8, 8)] * 5), parameters([(8, 8)] * 5)
-    monkeypatch.setattr(muon_module, "LEAST", 2)
+    monkeypatch.setattr(muon_module, "MIN_STACK", 2)
     for params, limit in ((whole, 2**30), (cut, 2 * 4 * 64)):
         monkeypatch.setattr(muon_module, "CHUNK_BYTES", limit)
         optimizer = NorMuon(params, lr=0.02)
@@ -184,7 +184,7 @@ def test_convolutions_are_matrices_and_banks_are_stacks() -> None:
 def test_per_head_blocks_in_the_columns() -> None:
     """The output projection reads heads from its columns: (1, heads) treats each head's columns apart."""
     p = nn.Parameter(torch.zeros(8, 16))
-    optimizer = Muon([p], lr=1.0, blocks=(1, 4), method="svd", scale="none", momentum=0.0)
+    optimizer = Muon([p], lr=1.0, blocks=(1, 4), method="svd", scale=None, momentum=0.0)
     give([p], 0)
     optimizer.step()
     for head in range(4):
@@ -239,7 +239,7 @@ def test_state_is_half_of_adamw() -> None:
     assert sizes["normuon"] * 2 <= sizes["adamw"] * 1.01
 
 
-def test_bf16_weights_with_remainder_and_momentum_take_8_bytes() -> None:
+def test_bf16_weights_with_mantissa_and_momentum_take_8_bytes() -> None:
     params = parameters([(192, 192), (768, 192)], dtype=torch.bfloat16)
     optimizer = Muon(params, lr=0.01)
     give(params, 0)
@@ -255,7 +255,7 @@ BAD = [
     ({"lr": float("nan")}, "lr is nan"),
     ({"momentum": 1.0}, "momentum is 1.0; it must be at least 0 and below 1"),
     ({"weight_decay": -0.1}, "weight_decay is -0.1"),
-    ({"scale": "big"}, "scale is 'big'; it must be one of: none, unit-variance, spectral, match-rms-adamw"),
+    ({"scale": "big"}, "scale is 'big'; it must be one of: unit-variance, spectral, match-rms-adamw"),
     ({"method": "qr"}, "method is 'qr'"),
     ({"steps": 0}, "steps is 0"),
     ({"decay": "eager"}, "decay is 'eager'"),
@@ -290,7 +290,7 @@ def test_bad_options_are_refused_by_name_and_value(options, sentence) -> None:
         (lambda: Muon([("scalar", nn.Parameter(torch.ones(())))]), "Muon cannot train scalar: it has 0 dimensions"),
         (
             lambda: Muon([("z", nn.Parameter(torch.ones(2, 2, dtype=torch.complex64)))]),
-            "Muon cannot train z: it is complex (torch.complex64)",
+            "Muon cannot train z: its dtype is torch.complex64; leave it out, or give it as two real tensors",
         ),
     ],
 )

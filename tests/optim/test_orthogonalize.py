@@ -16,7 +16,7 @@ from speedrun.optim.orthogonalize import (
     fast_dtype,
     orthogonalize,
 )
-from speedrun.optim.polynomial import Program, block_count, iterate_plain, multiplications
+from speedrun.optim.polynomial import Program, iterate_plain, multiplications, tile_rows
 from tests.optim import reference
 
 METHODS = ["polar-express", "newton-schulz", "svd"]
@@ -124,7 +124,7 @@ def test_coefficients_of_ones_own(shape) -> None:
 def test_a_program_is_the_plain_polynomial(shape, triples, by_gram, blocks, monkeypatch: pytest.MonkeyPatch) -> None:
     """By both routes, whatever the shape, and with symmetric matrices in one piece or in blocks, also uneven ones."""
     monkeypatch.setattr(polynomial, "by_gram", lambda *_: by_gram)
-    monkeypatch.setattr(polynomial, "block_count", lambda *_: blocks)
+    monkeypatch.setattr(polynomial, "tile_rows", lambda *_: blocks)
     g = matrices(1, *shape)
     plain = iterate_plain(g.double() / (g.double().norm(dim=(-2, -1), keepdim=True) * 1.02), triples).float()
     program = Program([shape], triples, 1.02, g)
@@ -137,8 +137,8 @@ def test_a_program_is_the_plain_polynomial(shape, triples, by_gram, blocks, monk
 @pytest.mark.parametrize(("side", "blocks"), [(191, 1), (192, 2), (300, 3), (577, 4)])
 def test_blocks_below_the_diagonal_are_views_of_those_above(side: int, blocks: int) -> None:
     program = Program([(2, side, side)], POLAR_EXPRESS, 1.02, torch.empty(0))
-    assert block_count(side, torch.device("cpu")) == blocks
-    assert block_count(side, torch.device("cuda")) == 1
+    assert tile_rows(side, torch.device("cpu")) == blocks
+    assert tile_rows(side, torch.device("cuda")) == 1
     found = program._symmetric(2)
     for (i, j), block in found.items():
         assert block.data_ptr() == found[j, i].data_ptr()

@@ -26,7 +26,7 @@ class Odd(nn.Module):
 
 
 def places(model: nn.Module, **options) -> dict[str, str]:
-    return {r.name: r.place for r in route(model, **options).routes}
+    return {r.name: r.to for r in route(model, **options).routes}
 
 
 def test_by_type_shape_and_name() -> None:
@@ -63,7 +63,7 @@ def test_heads_of_attention_are_not_the_head() -> None:
 
 def test_the_last_layer_of_a_sequential_is_its_output() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)))
-    chosen = {r.name: (r.place, r.reason) for r in route(model).routes if r.name.endswith("weight")}
+    chosen = {r.name: (r.to, r.reason) for r in route(model).routes if r.name.endswith("weight")}
     assert chosen == {
         "0.weight": ("muon", "hidden matrix"),
         "2.0.weight": ("muon", "hidden matrix"),
@@ -77,12 +77,12 @@ def test_tied_weights_low_rank_factors_and_banks_say_so() -> None:
     model.lora_A = nn.Linear(8, 2, bias=False)
     model.experts = nn.Parameter(torch.randn(4, 8, 16))
     plan = route(model)
-    reasons = {r.name: (r.place, r.reason) for r in plan.routes}
+    reasons = {r.name: (r.to, r.reason) for r in plan.routes}
     assert reasons["a.weight"] == ("adam", "embedding table, tied with z.weight")
     assert reasons["lora_A.weight"] == ("adam", "low-rank factor (LoRA)")
     assert reasons["experts"] == ("muon", "bank of 4 matrices, each orthogonalised by itself")
     before = model.experts.detach().clone()
-    optimizer = Muon(plan.muon, lr=1.0, scale="none")
+    optimizer = Muon(plan.muon, lr=1.0, scale=None)
     model.experts.grad = torch.randn(4, 8, 16)
     optimizer.step()
     for change in before - model.experts.detach():  # each matrix is orthogonal, so the bank was not flattened
@@ -168,7 +168,7 @@ def test_gpt2_is_trained_as_if_its_layers_were_linear(kind, blocks) -> None:
     stored = tiny_gpt2()
     linear = with_linear_layers(stored)
     plans = [route(model, blocks=blocks) for model in (stored, linear)]
-    assert [(r.name, r.place) for r in plans[0].routes] == [(r.name, r.place) for r in plans[1].routes]
+    assert [(r.name, r.to) for r in plans[0].routes] == [(r.name, r.to) for r in plans[1].routes]
     build = [Combined(kind(plan.muon, weight_decay=0.1), Adam(plan.adam)) for plan in plans]
     turned = {r.name for r in plans[0].routes if r.transposed}
     assert len(turned) == 8
@@ -209,7 +209,7 @@ def test_a_conv1d_that_makes_the_outputs_is_found_by_its_outputs() -> None:
     from transformers.pytorch_utils import Conv1D
 
     model = nn.Sequential(nn.Embedding(32, 8), Conv1D(16, 8), Conv1D(32, 16))
-    why = {r.name: (r.place, r.reason) for r in route(model).routes}
+    why = {r.name: (r.to, r.reason) for r in route(model).routes}
     assert why["2.weight"] == ("adam", "32 rows, as many as an embedding table")
     reasons = {r.name: r.reason for r in route(nn.Sequential(Conv1D(16, 8), Conv1D(3, 16))).routes}
     assert reasons["1.weight"] == "last layer of a Sequential"
@@ -230,7 +230,7 @@ class Experts(nn.Module):
 def test_transposed_banks_and_convolutions() -> None:
     model = nn.ModuleDict({"conv": nn.ConvTranspose2d(3, 6, 2), "experts": Experts(), "mix": nn.Linear(8, 8)})
     plan = route(model, override={"mix.weight": "muon"}, blocks={"experts.up": 2})
-    found = {r.name: (r.place, r.reason, r.transposed) for r in plan.routes if r.parameter.ndim > 1}
+    found = {r.name: (r.to, r.reason, r.transposed) for r in plan.routes if r.parameter.ndim > 1}
     kernel = "convolution kernel, flattened to (outputs, everything else), stored transposed (ConvTranspose2d)"
     bank = "bank of 4 matrices, each orthogonalised by itself, stored transposed (Experts), blocks 2"
     assert found == {
@@ -240,7 +240,7 @@ def test_transposed_banks_and_convolutions() -> None:
         "experts.router.weight": ("muon", "hidden matrix", False),
         "mix.weight": ("muon", "override 'mix.weight'", False),
     }
-    optimizer = Muon(plan.muon, lr=1.0, scale="none", method="svd", momentum=0.0)
+    optimizer = Muon(plan.muon, lr=1.0, scale=None, method="svd", momentum=0.0)
     before = model["experts"].up.detach().clone()
     model["experts"].up.grad = torch.randn(4, 8, 12)
     optimizer.step()

@@ -585,7 +585,7 @@ def restore(saved: checkpoint.Checkpoint, net: nn.Module, optimizer: Any) -> Non
         optimizer.count = saved.step
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # the latter with remainders
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # the latter with mantissas
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_an_optimizer_continues_to_the_last_bit(
     tmp_path: Path, make: Callable[[nn.Module], Any], dtype: torch.dtype
@@ -630,11 +630,11 @@ def test_before_the_first_step(tmp_path: Path) -> None:
 def test_dtypes_and_plain_values_survive(tmp_path: Path) -> None:
     given: States = {
         "blocks.0.weight": {"low": torch.randn(3).bfloat16(), "step": torch.tensor(2.0), "waiting": 1, "none": None},
-        "bias": {"remainder": torch.full((2, 2), -5, dtype=torch.int16)},
+        "bias": {"mantissa": torch.full((2, 2), -5, dtype=torch.int16)},
         "unused": {},
     }
     tensors, rest = checkpoint.flatten(given)
-    assert sorted(tensors) == ["optim.bias.remainder", "optim.blocks.0.weight.low", "optim.blocks.0.weight.step"]
+    assert sorted(tensors) == ["optim.bias.mantissa", "optim.blocks.0.weight.low", "optim.blocks.0.weight.step"]
     saved = checkpoint.load(checkpoint.save(tmp_path, 1, {**tensors, "model.bias": torch.ones(2)}, {"o": rest}))
     found = checkpoint.unflatten(saved.tensors, saved.state["o"])
     assert found.keys() == given.keys()

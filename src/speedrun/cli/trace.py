@@ -1,6 +1,6 @@
 """`speedrun trace`: what the processes of a run wait for.
 
-speedrun train --nproc 2 --trace --order plain --out before
+speedrun train --nproc 2 --trace --order sequential --out before
 speedrun train --nproc 2 --trace --out after
 speedrun trace show before after
 """

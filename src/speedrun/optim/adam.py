@@ -2,13 +2,14 @@
 
     optimizer = Adam([{"params": head, "betas": (0.5, 0.95)}, {"params": scalars, "lr_mul": 5.0}], lr=0.008)
 
-With its defaults it is torch's AdamW without decay, and torch's fused kernel does the work.
+With its defaults it is torch's AdamW without decay, and torch's fused kernel does the work. Adam: Kingma and Ba,
+https://arxiv.org/abs/1412.6980; decoupled decay: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, Literal, Never, get_args
+from typing import Any, Literal, Never
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch.autograd.graph import increment_version
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
-from speedrun.optim.arguments import arguments, one_number
+from speedrun.optim.arguments import arguments, one_number, require_choice, require_number
 from speedrun.optim.base import SpeedrunOptimizer
 from speedrun.optim.dtensor import local_of
 from speedrun.optim.functional import adam_apply_, adam_moments_
@@ -39,44 +40,34 @@ class Adam(SpeedrunOptimizer):
         decay_by: the decay is multiplied by the learning rate (`lr`, as in AdamW) or by its square (`lr-squared`).
         every: step only on each `every`-th call, on the sum of the gradients since then.
         row_beta1: EXPERIMENTAL. beta1 of each row times the share of recent steps in which the row had a gradient, so
-            that the table rows of rare tokens do not drift for long after a gradient that came once.
+            that the table rows of rare tokens do not drift for long after a single gradient.
         exact_bf16: keep 16 more bits for bfloat16 weights, which makes them exact float32 (speedrun.optim.exact_bf16).
     """
 
-    marks = ("betas", "eps_at")
-    needed = ("step", "exp_avg", "exp_avg_sq")
-    whole_state = ("step",)
+    own_keys = ("betas", "eps_at")
+    required = ("step", "exp_avg", "exp_avg_sq")
+    replicated_state = ("step",)
 
     def __init__(
         self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        *,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        eps_at: EpsAt = "corrected",
-        weight_decay: float = 0.0,
-        decay: Decay = "decoupled",
-        decay_by: DecayBy = "lr",
-        every: int = 1,
-        lr_mul: float | list[float] = 1.0,
-        wd_mul: float | list[float] = 1.0,
-        row_beta1: bool = False,
-        exact_bf16: bool = True,
+        params: ParamsT, lr: float | Tensor = 1e-3, *,
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, eps_at: EpsAt = "corrected",
+        weight_decay: float = 0.0, decay: Decay = "decoupled", decay_by: DecayBy = "lr",
+        every: int = 1, lr_mul: float | list[float] = 1.0, wd_mul: float | list[float] = 1.0,
+        row_beta1: bool = False, exact_bf16: bool = True,
         **unknown: Never,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(params, arguments(locals()))
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
         for key, choices in (("eps_at", EpsAt), ("decay", Decay), ("decay_by", DecayBy)):
-            require(group[key] in get_args(choices), key, group[key], "one of: " + ", ".join(get_args(choices)))
+            require_choice(key, group[key], choices)
         betas = group["betas"]
-        good = (
-            isinstance(betas, tuple | list) and len(betas) == 2 and all(0 <= one_number("betas", b) < 1 for b in betas)
-        )
+        pair = isinstance(betas, tuple | list) and len(betas) == 2
+        good = pair and all(0 <= one_number("betas", b) < 1 for b in betas)
         require(good, "betas", betas, "two numbers, each at least 0 and below 1")
-        require(0 <= one_number("eps", group["eps"]) < math.inf, "eps", group["eps"], "finite and not negative")
+        require_number("eps", group["eps"])
         every = group["every"]
         require(type(every) is int and every >= 1, "every", every, "at least 1, and whole")
         for name, p in named(group, len(self.param_groups) - 1) if group["row_beta1"] else ():
@@ -95,12 +86,9 @@ class Adam(SpeedrunOptimizer):
             "row_rate": rows, "row_bias": rows,
         }  # fmt: skip
 
-    def _state_layout(self, p: Tensor, group: Group) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        wide, shapes = torch.promote_types(p.dtype, torch.float32), self._state_shapes(p, group)
-        unused = {"waiting", *(["gradient_sum"] if group["every"] == 1 else [])}
-        unused |= set() if group["row_beta1"] else {"row_rate", "row_bias"}
-        kept = {key: (shape or (), wide) for key, shape in shapes.items() if key not in unused}
-        return {**kept, "step": ((), torch.float32)}
+    def _unused_keys(self, group: Group) -> set[str]:
+        sums = {"gradient_sum"} if group["every"] == 1 else set()
+        return sums if group["row_beta1"] else {"row_rate", "row_bias", *sums}
 
     # ------------------------------------------------------------------ step
 
@@ -119,7 +107,7 @@ class Adam(SpeedrunOptimizer):
         for numbers, members in fused.items():
             self._fused(numbers, members)
 
-    def its_turn(self, state: dict[str, Any], group: Group) -> bool:
+    def is_due(self, state: dict[str, Any], group: Group) -> bool:
         return bool(state.get("waiting", 0) + 1 >= group["every"])
 
     def _begin(self, w: Work) -> None:
@@ -134,12 +122,12 @@ class Adam(SpeedrunOptimizer):
         if group["row_beta1"] and "row_rate" not in state:
             rows = state["exp_avg"].new_zeros(len(w.param), *[1] * (w.param.ndim - 1))
             state["row_rate"], state["row_bias"] = rows, torch.ones_like(rows)
-        self._keep_remainder(w)
+        self._add_mantissa(w)
 
-    def _end_turns(self, *, take_back: bool) -> None:
-        for state, before in self._turns if take_back else ():
+    def _end_counts(self, *, undo: bool) -> None:
+        for state, before in self._counted if undo else ():
             state["waiting"] = before
-        self._turns.clear()
+        self._counted.clear()
 
     def _gradient(self, w: Work, finite: float | Tensor) -> Tensor | None:
         """The gradient to step on, or None while it is not this parameter's turn.
@@ -154,7 +142,7 @@ class Adam(SpeedrunOptimizer):
         total: Tensor = state["gradient_sum"]
         total.copy_(g) if waiting == 1 else total.add_(g)
         if isinstance(finite, Tensor):
-            self._turns.append((state, waiting - 1))
+            self._counted.append((state, waiting - 1))
         state["waiting"] = waiting % every
         return None if waiting < every else total
 
@@ -187,7 +175,7 @@ class Adam(SpeedrunOptimizer):
             [w.state["step"] for w in members],
             fused=True, amsgrad=False, beta1=beta1, beta2=beta2, lr=lr, weight_decay=decay, eps=eps, maximize=False,
         )  # fmt: skip
-        increment_version([w.param for w in members])  # the kernel does not tell autograd that it wrote them
+        increment_version([w.param for w in members])  # the kernel does not count its writes for autograd
 
     def _plain(self, w: Work, finite: float | Tensor) -> None:
         group, state = w.group, w.state
@@ -233,14 +221,6 @@ def share_layout(tensors: Sequence[Tensor]) -> bool:
 
     torch's fused CPU kernel walks memory from the first element on and reads no strides.
     """
-    if all(x.is_contiguous() for x in tensors):  # also where strides of dimensions of size 1 differ
-        return True
-    strides = {tuple((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1) for x in tensors}
-    if len(strides) > 1:
-        return False
-    dense = 1
-    for stride, size in sorted(strides.pop()):
-        if stride != dense:
-            return False
-        dense *= size
-    return True
+    first = tensors[0]
+    dense = torch.empty_like(first, device="meta").stride() == first.stride()  # which it keeps of dense tensors alone
+    return all(x.is_contiguous() for x in tensors) or (dense and all(x.stride() == first.stride() for x in tensors))

@@ -1,14 +1,14 @@
 """The arguments of a constructor: collected, and refused with the way out where they are unknown."""
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor
 
-from speedrun.optim.state import Group
+from speedrun.optim.state import Group, require
 
 # Names of torch.optim's Muon, AdamW and others, and what they are here.
-ELSEWHERE = {
+TORCH_OPTIONS = {
     "ns_steps": "it is called steps here",
     "ns_coefficients": "it is called coefficients here and takes triples: coefficients=[(a, b, c)]",
     "adjust_lr_fn": "it is called scale here: 'original' is scale='spectral', 'match_rms_adamw' is "
@@ -30,17 +30,17 @@ def arguments(given: dict[str, Any]) -> Group:
     """The defaults of an optimizer from the `locals()` of its constructor; TypeError if any is unknown."""
     defaults = {key: value for key, value in given.items() if key not in ("self", "params", "unknown", "__class__")}
     for key in given["unknown"]:
-        way_out = ELSEWHERE.get(key, f"it has {', '.join(defaults)}")
+        way_out = TORCH_OPTIONS.get(key, f"it has {', '.join(defaults)}")
         raise TypeError(f"{type(given['self']).__name__} has no argument {key!r}; {way_out}.")
     return defaults
 
 
-def refuse_elsewhere(optimizer: Any, group: Group) -> None:
+def refuse_torch_options(optimizer: Any, group: Group) -> None:
     """Refuse options of torch's optimizers that are set in a group, where torch ignores what it does not know."""
-    for key in ELSEWHERE.keys() - optimizer.defaults.keys() - {"decoupled_weight_decay"}:  # True is right of the last
-        if group.get(key):
+    for key, way_out in TORCH_OPTIONS.items():
+        if key not in optimizer.defaults and key != "decoupled_weight_decay" and group.get(key):  # True is right there
             raise ValueError(
-                f"A group has {key}={group[key]!r}, which {type(optimizer).__name__} does not know; {ELSEWHERE[key]}."
+                f"A group has {key}={group[key]!r}, which {type(optimizer).__name__} does not know; {way_out}."
             )
 
 
@@ -52,3 +52,16 @@ def one_number(key: str, value: Any) -> float:
         return math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError) as e:
         raise ValueError(f"{key} is {value!r}; it must be a number.") from e
+
+
+def require_number(key: str, value: Any, below: float = math.inf) -> None:
+    end = "finite and not negative" if below == math.inf else f"at least 0 and below {below:g}"
+    require(0 <= one_number(key, value) < below, key, value, end)
+
+
+def require_choice(key: str, value: Any, choices: Any) -> None:
+    """`choices`: a Literal, or one of its values or None."""
+    optional = type(None) in get_args(choices)
+    words = [word for part in get_args(choices) for word in get_args(part)] if optional else get_args(choices)
+    ways = ", ".join(words) + ", or None" * optional
+    require(value in words or (optional and value is None), key, value, f"one of: {ways}")

@@ -1,7 +1,7 @@
 """What the optimizers of this package share: checked input, exact bfloat16 weights, state matched by name.
 
 An optimizer here is a `torch.optim.Optimizer`. It gives each parameter a float32 *master*: the parameter itself, or
-the bfloat16 parameter joined with its remainder, or a float32 copy of a half-precision parameter. A step changes
+the bfloat16 parameter joined with its mantissa, or a float32 copy of a half-precision parameter. A step changes
 masters; `_write` puts them back.
 """
 
@@ -14,32 +14,32 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from speedrun.optim.arguments import one_number, refuse_elsewhere
+from speedrun.optim.arguments import refuse_torch_options, require_number
 from speedrun.optim.dtensor import (
     LocalState,
+    as_dtensor,
+    device_meshes,
     is_sharded,
-    largest,
+    load_tensor,
     local_of,
-    meshes_of,
-    placed,
-    placed_as,
-    restored,
+    max_over,
+    redistribute,
     versions,
 )
 from speedrun.optim.exact_bf16 import checksum, join, split
-from speedrun.optim.finite import FiniteLater, NonFiniteGradient, all_finite, answers_at_once, raise_last
-from speedrun.optim.protocol import InOneProcess, Saving
-from speedrun.optim.state import Group, Loss, evaluate, fitted, named, packed, shaped_as, untraced, unwrapped
+from speedrun.optim.finite import DeferredFiniteCheck, NonFiniteGradient, all_finite, is_synchronous, raise_deferred
+from speedrun.optim.protocol import SingleProcess, StateDictMethods
+from speedrun.optim.state import Group, Loss, as_tuples, call_closure, match_groups, named, pack, untraced, unwrapped
 from speedrun.optim.work import Work
 
 
-class SpeedrunOptimizer(FiniteLater, InOneProcess, Saving, Optimizer):
+class SpeedrunOptimizer(DeferredFiniteCheck, SingleProcess, StateDictMethods, Optimizer):
     """The common part; not an optimizer by itself."""
 
     per_parameter: tuple[str, ...] = ("lr_mul", "wd_mul")  # group values that may be a list, one value per parameter
-    marks: tuple[str, ...] = ()  # group values by which its state_dict is known; others may have come with a version
-    needed: tuple[str, ...] = ()  # of every state
-    whole_state: tuple[str, ...] = ()  # of a DTensor: the same on all ranks, not cut as the parameter is
+    own_keys: tuple[str, ...] = ()  # group values by which its state_dict is known; others may have come with a version
+    required: tuple[str, ...] = ()  # of every state
+    replicated_state: tuple[str, ...] = ()  # of a DTensor: the same on all ranks, not cut as the parameter is
     whole_matrices = False  # whether an update needs the whole parameter, so that rows cannot be trained apart
 
     def __init__(self, params: ParamsT, defaults: Group) -> None:
@@ -50,11 +50,11 @@ class SpeedrunOptimizer(FiniteLater, InOneProcess, Saving, Optimizer):
                 f"{type(self).__name__} got an empty parameter list; pass model.named_parameters(), or what "
                 "speedrun.optim.route(model) chose for it."
             )
-        self._versions: dict[Tensor, Any] = {}  # of a weight when its remainder was last known to belong to it
-        self._unchecked: dict[Tensor, int] = {}  # checksum of the weight to which a loaded remainder belongs
+        self._versions: dict[Tensor, Any] = {}  # of a weight when its mantissa was last known to belong to it
+        self._unchecked: dict[Tensor, int] = {}  # checksum of the weight to which a loaded mantissa belongs
         self.checked: float | Tensor | None = None  # result of a check that `Combined` has made for this step
-        self._turns: list[tuple[Any, int]] = []  # what masked steps have counted, and what it was before
-        self._placed: dict[Any, Tensor] = {}  # gradients that ranks have exchanged already for this step
+        self._counted: list[tuple[Any, int]] = []  # what masked steps have counted, and what it was before
+        self._redistributed: dict[Any, Tensor] = {}  # gradients that ranks have exchanged already for this step
         super().__init__(params, defaults)
 
     # ---------------------------------------------------------------- groups
@@ -71,17 +71,12 @@ class SpeedrunOptimizer(FiniteLater, InOneProcess, Saving, Optimizer):
             raise
 
     def _check_group(self, group: Group) -> None:
-        refuse_elsewhere(self, group)
+        refuse_torch_options(self, group)
         for name, p in named(group, len(self.param_groups) - 1):
-            if p.is_complex():
-                raise ValueError(
-                    f"{type(self).__name__} cannot train {name}: it is complex ({p.dtype}); "
-                    "give it as two real tensors, or to another optimizer."
-                )
             if not p.is_floating_point():
+                way_out = "give it as two real tensors" if p.is_complex() else "convert it to a floating-point dtype"
                 raise ValueError(
-                    f"{type(self).__name__} cannot train {name}: its dtype is {p.dtype}; "
-                    "leave it out, or convert it to a floating-point dtype."
+                    f"{type(self).__name__} cannot train {name}: its dtype is {p.dtype}; leave it out, or {way_out}."
                 )
         for key in self.per_parameter:
             value = group[key]
@@ -92,8 +87,7 @@ class SpeedrunOptimizer(FiniteLater, InOneProcess, Saving, Optimizer):
                 )
         for key in ("lr", "weight_decay", "lr_mul", "wd_mul"):
             for value in group[key] if isinstance(group[key], list) else [group[key]]:
-                if not 0 <= one_number(key, value) < math.inf:
-                    raise ValueError(f"{key} is {value}; it must be finite and not negative.")
+                require_number(key, value)
 
     # ------------------------------------------------------------------ step
 
@@ -101,10 +95,10 @@ class SpeedrunOptimizer(FiniteLater, InOneProcess, Saving, Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:
         """One update of every parameter that has a gradient. Gradients are left as they are."""
-        loss = evaluate(closure)
+        loss = call_closure(closure)
         try:
             work = list(self._work())
-            finite = check_together([self], work) if self.checked is None else self.checked
+            finite = check_gradients([self], work) if self.checked is None else self.checked
         finally:
             self.end_check()
         self._update(work, finite)
@@ -113,13 +107,13 @@ class SpeedrunOptimizer(FiniteLater, InOneProcess, Saving, Optimizer):
     def end_check(self) -> None:
         """The result of a check holds for one step."""
         self.checked = None
-        self._placed.clear()
+        self._redistributed.clear()
 
     def _update(self, work: list[Work], finite: float | Tensor) -> None:
         """Change states and weights. `finite` is 1, or on a GPU a tensor: 0 there must leave everything as it was."""
         raise NotImplementedError
 
-    def its_turn(self, state: dict[str, Any], group: Group) -> bool:
+    def is_due(self, state: dict[str, Any], group: Group) -> bool:
         """Whether the next step on a gradient changes the weight with this state."""
         return True
 
@@ -144,7 +138,7 @@ class SpeedrunOptimizer(FiniteLater, InOneProcess, Saving, Optimizer):
                     )
                 state = self.state[p]
                 if whole is not None:
-                    state = LocalState(state, whole, self.whole_state)
+                    state = LocalState(state, whole, self.replicated_state)
                 yield Work(part, grad, state, group, index, name, whole)
 
     def _grad_of(self, p: Any) -> Tensor:
@@ -153,58 +147,58 @@ class SpeedrunOptimizer(FiniteLater, InOneProcess, Saving, Optimizer):
             return local_of(p.grad)
         # `Combined` checks before a member's hooks run, which may change the gradient; its version shows that.
         key = p.grad, p.grad._version, local_of(p.grad)._version
-        if key not in self._placed:
-            self._placed[key] = placed_as(p.grad, p)
-        return self._placed[key]
+        if key not in self._redistributed:
+            self._redistributed[key] = redistribute(p.grad, p)
+        return self._redistributed[key]
 
     # --------------------------------------------------------------- masters
 
     def is_exact(self, p: Tensor, group: Group) -> bool:
-        """Whether a remainder is kept for `p`."""
+        """Whether a mantissa is kept for `p`."""
         return p.dtype == torch.bfloat16 and bool(group["exact_bf16"])
 
     def _read(self, w: Work) -> Tensor:
         """The float32 (or float64) master of a parameter; for a float32 parameter the parameter itself."""
         if self.is_exact(w.param, w.group):
-            self._check_remainder(w.home, w.name)
-            self._keep_remainder(w)
-            return join(w.param, w.state["remainder"])
+            self._check_mantissa(w.home, w.name)
+            self._add_mantissa(w)
+            return join(w.param, w.state["mantissa"])
         return w.param if w.param.itemsize >= 4 else w.param.float()
 
-    def _keep_remainder(self, w: Work) -> None:
-        if self.is_exact(w.param, w.group) and "remainder" not in w.state:
-            w.state["remainder"] = torch.zeros_like(w.param, dtype=torch.int16)
+    def _add_mantissa(self, w: Work) -> None:
+        if self.is_exact(w.param, w.group) and "mantissa" not in w.state:
+            w.state["mantissa"] = torch.zeros_like(w.param, dtype=torch.int16)
             w.state["checksum"] = None  # known when saved: torch.distributed.checkpoint flattens keys that are here
 
     def _write(self, w: Work, master: Tensor) -> None:
         if self.is_exact(w.param, w.group):
             high, low = split(master)
             w.param.copy_(high)
-            w.state["remainder"].copy_(low)
+            w.state["mantissa"].copy_(low)
             self._versions[w.home] = versions(w.home)
         elif master is not w.param:
             w.param.copy_(master)
 
-    def _check_remainder(self, p: Tensor, name: str) -> None:
-        """Make sure that the remainder of `p`, if there is one, belongs to its present value."""
-        remainder = self.state[p].get("remainder") if p in self.state else None
-        if remainder is None:
+    def _check_mantissa(self, p: Tensor, name: str) -> None:
+        """Make sure that the mantissa of `p`, if there is one, belongs to its present value."""
+        mantissa = self.state[p].get("mantissa") if p in self.state else None
+        if mantissa is None:
             return
         expected = self._unchecked.get(p)
         if expected is not None:
             if checksum(p) != expected:
                 raise ValueError(
-                    f"The weight {name} is not the one that the loaded optimizer state belongs to: the remainders of "
+                    f"The weight {name} is not the one that the loaded optimizer state belongs to: the mantissas of "
                     "its bfloat16 values do not fit. Load the model and the optimizer from the same checkpoint, or "
                     "drop the state with reset()."
                 )
             del self._unchecked[p]
         elif self._versions.get(p) != versions(p):  # the weight was written outside of the optimizer, which counts
-            remainder.zero_()
+            mantissa.zero_()
         self._versions[p] = versions(p)
 
-    def trust_remainder(self, p: Tensor) -> None:
-        """Declare that the remainder of `p` belongs to its present value, whatever wrote it."""
+    def rebase_mantissa(self, p: Tensor) -> None:
+        """Declare that the mantissa of `p` belongs to its present value, whatever wrote it."""
         self._versions[p] = versions(p)
         self._unchecked.pop(p, None)
 
@@ -212,9 +206,9 @@ class SpeedrunOptimizer(FiniteLater, InOneProcess, Saving, Optimizer):
     def master(self, p: Tensor) -> Tensor:
         """The exact value of a parameter, as a new tensor: float32 for an exact bfloat16 weight."""
         name, group = self._home(p)
-        if self.is_exact(p, group) and "remainder" in self.state.get(p, {}):
-            self._check_remainder(p, name)
-            return placed(join(local_of(p), self.state[p]["remainder"]), p)
+        if self.is_exact(p, group) and "mantissa" in self.state.get(p, {}):
+            self._check_mantissa(p, name)
+            return as_dtensor(join(local_of(p), self.state[p]["mantissa"]), p)
         return p.detach().clone() if p.itemsize >= 4 else p.detach().float()
 
     @torch.no_grad()
@@ -224,8 +218,8 @@ class SpeedrunOptimizer(FiniteLater, InOneProcess, Saving, Optimizer):
         if self.is_exact(p, group):
             high, low = split(local_of(value).to(torch.float32))
             local_of(p).copy_(high)
-            self.state[p] |= {"remainder": low, "checksum": None}
-            self.trust_remainder(p)
+            self.state[p] |= {"mantissa": low, "checksum": None}
+            self.rebase_mantissa(p)
         else:
             p.copy_(value)
 
@@ -244,28 +238,28 @@ class SpeedrunOptimizer(FiniteLater, InOneProcess, Saving, Optimizer):
     # ----------------------------------------------------------------- state
 
     def reset(self) -> None:
-        """Forget everything learned about the gradients, remainders included, as if no step had been made."""
+        """Forget everything learned about the gradients, mantissas included, as if no step had been made."""
         self.state.clear()
         self._versions.clear()
         self._unchecked.clear()
         self._flag = None
 
-    def trust_remainders(self) -> None:
-        """Declare that the remainders of all parameters belong to their present values."""
+    def rebase_mantissas(self) -> None:
+        """Declare that the mantissas of all parameters belong to their present values."""
         for _, p, _ in self._named():
-            self.trust_remainder(p)
+            self.rebase_mantissa(p)
 
     def _checksums(self) -> dict[Tensor, int]:
-        """For each exact weight the checksum that its remainder belongs to, after dropping stale remainders."""
+        """For each exact weight the checksum that its mantissa belongs to, after dropping stale mantissas."""
         sums = {}
         for name, p, group in self._named():
-            if self.is_exact(p, group) and "remainder" in self.state.get(p, {}):
+            if self.is_exact(p, group) and "mantissa" in self.state.get(p, {}):
                 if p not in self._unchecked:
-                    self._check_remainder(p, name)
+                    self._check_mantissa(p, name)
                 sums[p] = self._unchecked.get(p, checksum(p))
         return sums
 
-    def _saved(self) -> dict[str, Any]:
+    def _save(self) -> dict[str, Any]:
         """Torch's layout. The state of an exact bfloat16 weight says in `checksum` which bits it belongs to.
 
         This rank's part of the state of a DTensor leaves as a DTensor that shares its memory.
@@ -276,18 +270,20 @@ class SpeedrunOptimizer(FiniteLater, InOneProcess, Saving, Optimizer):
             if not torch.is_tensor(p):
                 states[p] = state
             elif state:
-                kept = {key: value for key, value in state.items() if key not in ("remainder", "checksum")}
+                kept = {key: value for key, value in state.items() if key not in ("mantissa", "checksum")}
                 if p in sums:  # as bfloat16, since neither gloo nor NCCL sends 16-bit integers
-                    kept |= {"remainder": state["remainder"].view(torch.bfloat16), "checksum": sums[p]}
-                states[p] = {k: value if k in self.whole_state else placed(value, p) for k, value in kept.items()}
-        return packed(self.param_groups, states)
+                    kept |= {"mantissa": state["mantissa"].view(torch.bfloat16), "checksum": sums[p]}
+                states[p] = {
+                    k: value if k in self.replicated_state else as_dtensor(value, p) for k, value in kept.items()
+                }
+        return pack(self.param_groups, states)
 
-    def _checked(self, state_dict: dict[str, Any]) -> tuple[list[Group], dict[Any, Any]]:
+    def _check(self, state_dict: dict[str, Any]) -> tuple[list[Group], dict[Any, Any]]:
         """The groups' new values, and the new states. Matched by name when both sides have names."""
         groups: list[Group] = []
         states: dict[Any, Any] = {}
         known = set()
-        chosen = fitted(state_dict, self.param_groups, type(self).__name__)
+        chosen = match_groups(state_dict, self.param_groups, type(self).__name__)
         for number, ((saved, ids), group) in enumerate(zip(chosen, self.param_groups, strict=True)):
             groups.append(self._group_from(saved, group))
             known.update(ids)
@@ -298,7 +294,7 @@ class SpeedrunOptimizer(FiniteLater, InOneProcess, Saving, Optimizer):
                     states[p] = self._state_from(state, name, p, {**group, **groups[-1]})
         return groups, states | {k: copy.deepcopy(v) for k, v in state_dict["state"].items() if k not in known}
 
-    def _take(self, checked: tuple[list[Group], dict[Any, Any]]) -> None:
+    def _load(self, checked: tuple[list[Group], dict[Any, Any]]) -> None:
         groups, states = checked
         self.reset()
         for group, fresh in zip(self.param_groups, groups, strict=True):
@@ -307,13 +303,13 @@ class SpeedrunOptimizer(FiniteLater, InOneProcess, Saving, Optimizer):
             if torch.is_tensor(key) and "checksum" in state:
                 self._unchecked[key] = state["checksum"]
             if is_sharded(key):
-                LocalState(self.state[key], key, self.whole_state).update(state)
+                LocalState(self.state[key], key, self.replicated_state).update(state)
             else:
                 self.state[key] = state
 
     def _group_from(self, saved: Group, group: Group) -> Group:
         """The values of a saved group for ours, which keeps those that the saved one does not have."""
-        foreign = [key for key in self.marks if key not in saved]
+        foreign = [key for key in self.own_keys if key not in saved]
         if foreign:
             raise ValueError(f"This state_dict was not made by {type(self).__name__}: its group lacks {foreign[0]}.")
         fresh = {key: copy.deepcopy(value) for key, value in saved.items() if key != "params"}
@@ -321,104 +317,102 @@ class SpeedrunOptimizer(FiniteLater, InOneProcess, Saving, Optimizer):
         for key, value in fresh.items():
             if isinstance(value, list) and key in self.per_parameter and len(value) == len(mine) == len(theirs):
                 value = [value[theirs.index(name)] for name in mine] if set(mine) == set(theirs) else value
-            fresh[key] = shaped_as(group.get(key), value)
+            fresh[key] = as_tuples(group.get(key), value)
         if mine or len(theirs) != len(group["params"]):
             fresh.pop("param_names", None)
         self._check_group({**group, **fresh, "lr": 0.0})  # a schedule may end a rounding error below 0
         return fresh
 
-    def _state_from(self, saved: dict[str, Any], name: str, p: Tensor, group: Group) -> dict[str, Any]:
-        """A copy of the saved state of `p`, as it is kept here; ValueError if it is no state of `p`."""
-        who, shapes = type(self).__name__, {**self._state_shapes(p, group), "remainder": tuple(local_of(p).shape)}
+    def _state_from(
+        self, saved: dict[str, Any], name: str, p: Tensor, group: Group, *, rebased: bool = False
+    ) -> dict[str, Any]:
+        """A copy of the saved state of `p`, as it is kept here; ValueError if it is no state of `p`.
+
+        `rebased`: the mantissa belongs to the present value, and no checksum says to which.
+        """
+        who, shapes = type(self).__name__, {**self._state_shapes(p, group), "mantissa": tuple(local_of(p).shape)}
         for key in saved:
             if key not in shapes and key != "checksum":
                 raise ValueError(f"This state_dict is of another optimizer: {who} knows no {key!r} (in {name}).")
-        for key in self.needed:
+        for key in self.required:
             if key not in saved:
                 raise ValueError(f"This state_dict is of another optimizer: {who} needs {key!r}, and {name} has none.")
         exact = self.is_exact(p, group)
-        if exact and ("remainder" in saved) != ("checksum" in saved):
-            raise ValueError(f"The state of {name} has a remainder without a checksum, or the reverse; it was altered.")
-        kept = {key: value for key, value in saved.items() if exact or key not in ("remainder", "checksum")}
+        if exact and not rebased and ("mantissa" in saved) != (saved.get("checksum") is not None):
+            raise ValueError(f"The state of {name} has a mantissa without a checksum, or the reverse; it was altered.")
+        kept = {key: value for key, value in saved.items() if exact or key not in ("mantissa", "checksum")}
         return {
             key: value if shapes.get(key) is None else self._value_from(value, key, name, p, shapes[key] or ())
             for key, value in kept.items()
         }
 
-    def _own_state_from(self, saved: dict[str, Any], name: str, p: Tensor, group: Group) -> dict[str, Any]:
-        """The same for a state with its remainder as it is kept, which belongs to the present weight."""
-        low = saved.get("remainder")
-        rest = {key: value for key, value in saved.items() if key not in ("remainder", "checksum")}
-        state = self._state_from(rest, name, p, group)
-        if low is None or not self.is_exact(p, group):
-            return state
-        low = self._value_from(low.view(torch.bfloat16), "remainder", name, p, tuple(p.shape))
-        return {**state, "remainder": low, "checksum": None}
-
     def _value_from(self, value: Any, key: str, name: str, p: Tensor, shape: tuple[int, ...]) -> Tensor:
         """A tensor of the saved state of `p`, of which this rank's part has the shape `shape`."""
-        what, whole = f"The state {key!r} of {name}", key in self.whole_state
+        what, whole = f"The state {key!r} of {name}", key in self.replicated_state
         if key == "step":  # some save a number; counted on the CPU
-            return restored(torch.as_tensor(value, dtype=torch.float32), p, what, shape, torch.float32, whole).cpu()
-        if key == "remainder":
-            return restored(value, p, what, shape, torch.bfloat16, whole).view(torch.int16)
-        return restored(value, p, what, shape, torch.promote_types(p.dtype, torch.float32), whole)
+            return load_tensor(torch.as_tensor(value, dtype=torch.float32), p, what, shape, torch.float32, whole).cpu()
+        if key == "mantissa":
+            value = value.view(torch.bfloat16) if value.dtype == torch.int16 else value
+            return load_tensor(value, p, what, shape, torch.bfloat16, whole).view(torch.int16)
+        return load_tensor(value, p, what, shape, torch.promote_types(p.dtype, torch.float32), whole)
 
     def _state_shapes(self, p: Tensor, group: Group) -> dict[str, tuple[int, ...] | None]:
-        """Every key that the state of `p` may have, with the shape it must have (None: any)."""
+        """Every key that the state of `p` may have, with the shape it must have (None: not a tensor)."""
         raise NotImplementedError
 
-    def _state_layout(self, p: Tensor, group: Group) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of every tensor in the state of `p` when it is fullest, with the group's settings."""
+    def _unused_keys(self, group: Group) -> set[str]:
+        """Keys of `_state_shapes` that no parameter has with the group's settings."""
         raise NotImplementedError
 
     def state_bytes(self) -> dict[Tensor, int]:
-        """How many bytes the state of each parameter takes when it is fullest. Allocates nothing: meta tensors will do.
+        """How many bytes the state of each parameter takes when it is fullest.
 
-        Fullest is between two of Adam's turns, when gradients wait for the next one.
+        Allocates nothing; meta tensors are enough. Fullest is between two steps of Adam, when gradients wait for the
+        next one.
         """
         sizes = {}
         for _, p, group in self._named():
-            layout = self._state_layout(p, group)
-            if self.is_exact(p, group):
-                layout["remainder"] = tuple(local_of(p).shape), torch.int16
-            sizes[p] = sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout.values())
+            unused, wide = self._unused_keys(group), max(4, p.itemsize)
+            shapes = self._state_shapes(p, group).items()
+            kept = {key: math.prod(shape) for key, shape in shapes if shape is not None and key not in unused}
+            sizes[p] = sum(numel * (4 if key == "step" else wide) for key, numel in kept.items())
+            sizes[p] += 2 * local_of(p).numel() * self.is_exact(p, group)
         return sizes
 
-    def effort(self, p: Tensor, group: Group, index: int) -> float:
+    def cost(self, p: Tensor, group: Group, index: int) -> float:
         """What a step of `p` costs beside that of other parameters of this optimizer."""
         return float(p.numel())
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: parameters are copied with us, so remainders have to be checked again there."""
+        """For copies: parameters are copied with us, so mantissas have to be checked again there."""
         return {**super().__getstate__(), "_sums": self._checksums()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         sums = state.pop("_sums", {})
         super().__setstate__(state)
         self._versions, self._unchecked, self._flag, self.checked = {}, dict(sums), None, None
-        self._placed, self._turns = {}, []
+        self._redistributed, self._counted = {}, []
 
 
 @untraced
-def step_together(self: Any, closure: Callable[[], Loss] | None = None) -> Loss | None:
+def step_members(self: Any, closure: Callable[[], Loss] | None = None) -> Loss | None:
     """A method: one step of each of `self.optimizers`. Gradients of all are checked before the first weight changes."""
-    loss = evaluate(closure)
+    loss = call_closure(closure)
     # Members that have a result are in a `Combined` around this one, which has checked them.
     checking = [member for member in self.members() if member.checked is None]
     try:
-        finite = check_together(checking)
+        finite = check_gradients(checking)
         for member in checking:
             member.checked = finite
         for optimizer in self.optimizers:
-            step_within(optimizer)  # not `_update`: hooks and schedulers of a member see its step
+            step_inner(optimizer)  # not `_update`: hooks and schedulers of a member see its step
     finally:
         for member in checking:
             member.end_check()
     return loss
 
 
-def step_within(optimizer: Any) -> None:
+def step_inner(optimizer: Any) -> None:
     """`optimizer.step()` as a part of the step of another optimizer around it.
 
     Its own hooks are called. Hooks for all optimizers and the profiler see the step of the one around it alone.
@@ -440,7 +434,7 @@ def step_within(optimizer: Any) -> None:
 
 
 @torch.no_grad()
-def check_together(optimizers: Sequence[SpeedrunOptimizer], work: list[Work] | None = None) -> float | Tensor:
+def check_gradients(optimizers: Sequence[SpeedrunOptimizer], work: list[Work] | None = None) -> float | Tensor:
     """Refuse gradients that are not finite, before any of `optimizers` has changed anything.
 
     On a CPU the error comes at once and names the parameter. Reading a GPU's answer would make it wait, so there the
@@ -449,14 +443,14 @@ def check_together(optimizers: Sequence[SpeedrunOptimizer], work: list[Work] | N
     Ranks talk about it only if there are DTensors, and only to the ranks of the DTensors' meshes: a model that other
     ranks train, or the next stage of a pipeline, may step at another time.
     """
-    raise_last(optimizers)
+    raise_deferred(optimizers)
     work = [w for optimizer in optimizers for w in optimizer._work()] if work is None else work
     # Of all parameters, not only of those in `work`: a rank without gradients must answer, too.
-    meshes = meshes_of(p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    meshes = device_meshes(p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
     rank = torch.distributed.get_rank() if meshes else 0
-    if answers_at_once(work):
+    if is_synchronous(work):
         bad = next((w.name for w in work if not all_finite(w.grad)), None)
-        where = int(largest(torch.tensor(rank + 1 if bad else 0, dtype=torch.int32), meshes))  # 0: nowhere
+        where = int(max_over(torch.tensor(rank + 1 if bad else 0, dtype=torch.int32), meshes))  # 0: nowhere
         if bad or where:
             raise NonFiniteGradient(
                 (f"The gradient of {bad} is" if bad else f"A gradient on rank {where - 1}, whose error names it, is")
@@ -466,6 +460,6 @@ def check_together(optimizers: Sequence[SpeedrunOptimizer], work: list[Work] | N
         return 1.0
     finite = torch.stack([w.grad.sum().isfinite() for w in work]).all()
     if meshes:
-        finite = largest(finite.logical_not().int(), meshes) == 0
-    optimizers[0]._ask_later(finite)
+        finite = max_over(finite.logical_not().int(), meshes) == 0
+    optimizers[0]._defer_check(finite)
     return finite.float()

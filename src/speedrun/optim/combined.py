@@ -13,17 +13,17 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from speedrun.optim.base import step_together
-from speedrun.optim.protocol import InOneProcess, Saving, adapted, shared_defaults
-from speedrun.optim.state import Group, fitted, packed, params_of
+from speedrun.optim.base import step_members
+from speedrun.optim.protocol import SingleProcess, StateDictMethods, adapt, shared_defaults
+from speedrun.optim.state import Group, match_groups, pack, params_of
 
 
-def _trainer(optimizers: Iterable[Optimizer], p: Any) -> Any:
+def _optimizer_of(optimizers: Iterable[Optimizer], p: Any) -> Any:
     """The one that trains this parameter, or None."""
     return next((o for o in optimizers if any(q is p for q in params_of(o.param_groups))), None)
 
 
-class _Together(MutableMapping[Any, Any]):
+class _MemberStates(MutableMapping[Any, Any]):
     """The states of several optimizers as one mapping; each parameter's lives in the optimizer that trains it."""
 
     def __init__(self, optimizers: list[Optimizer]) -> None:
@@ -31,7 +31,7 @@ class _Together(MutableMapping[Any, Any]):
         self.other: dict[Any, Any] = defaultdict(dict)  # what belongs to no parameter
 
     def _home(self, key: Any) -> Any:
-        found = _trainer(self.optimizers, key)
+        found = _optimizer_of(self.optimizers, key)
         return self.other if found is None else found.state
 
     def __getitem__(self, key: Any) -> Any:
@@ -55,7 +55,7 @@ class _Together(MutableMapping[Any, Any]):
         return key in self._home(key)
 
 
-class Combined(InOneProcess, Saving, Optimizer):
+class Combined(SingleProcess, StateDictMethods, Optimizer):
     """One `torch.optim.Optimizer` that steps all of `optimizers`, each with its own parameters."""
 
     def __init__(self, *optimizers: Optimizer) -> None:
@@ -77,7 +77,7 @@ class Combined(InOneProcess, Saving, Optimizer):
                 seen[p] = optimizer
         self.optimizers = list(optimizers)
         super().__init__([{"params": list(seen)}], shared_defaults(optimizers))
-        self.state: Any = _Together(self.optimizers)
+        self.state: Any = _MemberStates(self.optimizers)
         self.sync()
 
     def sync(self) -> None:
@@ -99,7 +99,7 @@ class Combined(InOneProcess, Saving, Optimizer):
         named = group.pop("optimizer", None)
         for p in group["params"]:
             p = p[1] if isinstance(p, tuple) else p
-            known = _trainer(self.optimizers, p)
+            known = _optimizer_of(self.optimizers, p)
             if known is not None:
                 raise ValueError(
                     f"A parameter of shape {tuple(p.shape)} is in {type(known).__name__} already; "
@@ -125,10 +125,10 @@ class Combined(InOneProcess, Saving, Optimizer):
         vectors = any(len(shape) < 2 for shape in shapes)
         return options <= set(optimizer.defaults) and not (vectors and getattr(optimizer, "whole_matrices", False))
 
-    step = step_together
+    step = step_members
 
     def members(self) -> list[Any]:
-        return [member for optimizer in self.optimizers for member in adapted(optimizer).members()]
+        return [member for optimizer in self.optimizers for member in adapt(optimizer).members()]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for optimizer in self.optimizers:
@@ -138,11 +138,11 @@ class Combined(InOneProcess, Saving, Optimizer):
         """Drop the state of all members."""
         self.state.other.clear()
         for optimizer in self.optimizers:
-            adapted(optimizer).reset()
+            adapt(optimizer).reset()
 
     def state_bytes(self) -> dict[Tensor, int]:
         """How many bytes the state of each parameter takes when it is fullest."""
-        return {p: size for o in self.optimizers for p, size in adapted(o).state_bytes().items()}
+        return {p: size for o in self.optimizers for p, size in adapt(o).state_bytes().items()}
 
     def master(self, p: Tensor) -> Tensor:
         return self._owner(p).master(p)
@@ -151,14 +151,14 @@ class Combined(InOneProcess, Saving, Optimizer):
         self._owner(p).set_master(p, value)
 
     def _owner(self, p: Tensor) -> Any:
-        found = _trainer(self.optimizers, p)
+        found = _optimizer_of(self.optimizers, p)
         if found is None:
             raise ValueError(f"None of the optimizers trains this parameter of shape {tuple(p.shape)}.")
-        return adapted(found)
+        return adapt(found)
 
     # ----------------------------------------------------------------- state
 
-    def _saved(self) -> dict[str, Any]:
+    def _save(self) -> dict[str, Any]:
         """Torch's layout: the groups of all members, parameters numbered through."""
         states: dict[Any, Any] = dict(self.state.other)
         groups = list(self.param_groups)
@@ -169,28 +169,28 @@ class Combined(InOneProcess, Saving, Optimizer):
             states |= {known.get(i, i): state for i, state in part["state"].items()}
             for group, saved in zip(optimizer.param_groups, part["param_groups"], strict=True):
                 groups[self._place(group)] = {**saved, "params": group["params"]}
-        return packed(groups, states)
+        return pack(groups, states)
 
-    def _checked(self, state_dict: dict[str, Any]) -> tuple[list[Any], dict[Any, Any]]:
-        """What each member's `check` returns, and what is of no parameter."""
-        chosen = fitted(state_dict, self.param_groups, "Combined")
+    def _check(self, state_dict: dict[str, Any]) -> tuple[list[Any], dict[Any, Any]]:
+        """What each member's `check_state_dict` returns, and what belongs to no parameter."""
+        chosen = match_groups(state_dict, self.param_groups, "Combined")
         states, checked, known = state_dict["state"], [], set()
         for optimizer in self.optimizers:
             places = [self._place(group) for group in optimizer.param_groups]
             ids = [i for place in places for i in chosen[place][1]]
             known.update(ids)
             part = {"state": {i: states[i] for i in ids if i in states}}
-            checked.append(adapted(optimizer).check({**part, "param_groups": [chosen[k][0] for k in places]}))
+            checked.append(adapt(optimizer).check_state_dict({**part, "param_groups": [chosen[k][0] for k in places]}))
         return checked, {key: value for key, value in states.items() if key not in known}
 
     def _place(self, group: Group) -> int:
         return next(k for k, other in enumerate(self.param_groups) if other is group)
 
-    def _take(self, checked: tuple[list[Any], dict[Any, Any]]) -> None:
+    def _load(self, checked: tuple[list[Any], dict[Any, Any]]) -> None:
         places = [[self._place(group) for group in optimizer.param_groups] for optimizer in self.optimizers]
-        foreign_first = sorted(range(len(places)), key=lambda k: isinstance(adapted(self.optimizers[k]), Saving))
+        foreign_first = sorted(range(len(places)), key=lambda k: isinstance(self.optimizers[k], StateDictMethods))
         for k in foreign_first:  # they may still refuse
-            adapted(self.optimizers[k]).take(checked[0][k])
+            adapt(self.optimizers[k]).load_checked(checked[0][k])
             for place, group in zip(places[k], self.optimizers[k].param_groups, strict=True):
                 self.param_groups[place] = group
         self.state.other.clear()
@@ -201,6 +201,6 @@ class Combined(InOneProcess, Saving, Optimizer):
         return {**kept, "optimizers": self.optimizers, "other": dict(self.state.other)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        together = _Together(state["optimizers"])
+        together = _MemberStates(state["optimizers"])
         together.other.update(state.pop("other"))
         super().__setstate__({**state, "state": together})

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def is_sharded(p: Tensor) -> bool:
-    """Whether `p` is a DTensor. Importing its module to ask would take half a second."""
+    """Whether `p` is a DTensor. Importing its module for an `isinstance` takes half a second."""
     return hasattr(p, "device_mesh") and hasattr(p, "placements")
 
 
@@ -23,7 +23,7 @@ def local_of(p: Any) -> Tensor:
     return local
 
 
-def placed_as(grad: Any, p: Any) -> Tensor:
+def redistribute(grad: Any, p: Any) -> Tensor:
     """This rank's part of a gradient, laid out as its DTensor. All ranks of its mesh must call this, no others.
 
     Under `SequenceParallel` a weight is the same on all ranks, and each has only a share of the gradient's sum.
@@ -33,11 +33,11 @@ def placed_as(grad: Any, p: Any) -> Tensor:
 
 
 def versions(p: Tensor) -> tuple[int, int]:
-    """Whether somebody wrote the parameter: writing a DTensor counts in the first, a rank's part in the second."""
+    """Version counters that change with every write: to a DTensor the first, to a rank's part the second."""
     return p._version, local_of(p)._version
 
 
-def placed(part: Any, like: Any) -> Any:
+def as_dtensor(part: Any, like: Any) -> Any:
     """This rank's part of a tensor of the state of `like`, as a DTensor that lies on the ranks as `like` does.
 
     `part` itself if it is no tensor or a DTensor already, or `like` an ordinary tensor.
@@ -46,39 +46,41 @@ def placed(part: Any, like: Any) -> Any:
         return part
     from torch.distributed.tensor import DTensor
 
-    shape = torch.Size(whole_shape(tuple(part.shape), like))
+    shape = torch.Size(full_shape(tuple(part.shape), like))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
 
 
-def everywhere(p: Any) -> Tensor:
-    """The whole of a DTensor, which all ranks must ask for; an ordinary tensor as it is."""
+def full_tensor(p: Any) -> Tensor:
+    """The whole of a DTensor, which all ranks must call; an ordinary tensor as it is."""
     whole: Tensor = p.full_tensor() if is_sharded(p) else p
     return whole
 
 
-def whole_of(part: Tensor, like: Any) -> Tensor:
+def gather_full(part: Tensor, like: Any) -> Tensor:
     """The parts of all ranks as one tensor, laid out as `like`. All ranks must call this."""
-    return everywhere(placed(part, like))
+    return full_tensor(as_dtensor(part, like))
 
 
-def part_of(whole: Tensor, like: Any) -> Tensor:
-    """This rank's part of a tensor that all ranks have. Nothing is sent."""
+def local_part(whole: Tensor, like: Any) -> Tensor:
+    """This rank's part of a tensor that all ranks have; all of it unless `like` is a DTensor. Nothing is sent."""
+    if not is_sharded(like):
+        return whole
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = like.device_mesh
-    everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return everywhere.redistribute(mesh, like.placements).to_local()
+    full_tensor = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return full_tensor.redistribute(mesh, like.placements).to_local()
 
 
-def meshes_of(params: Iterable[Any]) -> list[Any]:
+def device_meshes(params: Iterable[Any]) -> list[Any]:
     """The device meshes of those of `params` that are DTensors, each once, as far as this rank is on them."""
     meshes = dict.fromkeys(p.device_mesh for p in params if is_sharded(p))
     return [mesh for mesh in meshes if mesh.get_coordinate() is not None]
 
 
-def largest(value: Tensor, meshes: Iterable[Any]) -> Tensor:
-    """The largest `value` of all ranks of each mesh, and of what they had heard on the meshes before it.
+def max_over(value: Tensor, meshes: Iterable[Any]) -> Tensor:
+    """The largest `value` of all ranks of each mesh; values from one mesh go on to the next.
 
     It travels on the meshes' devices, for which they have a backend: weights that FSDP keeps on the CPU are elsewhere.
     """
@@ -89,7 +91,7 @@ def largest(value: Tensor, meshes: Iterable[Any]) -> Tensor:
     return value
 
 
-def whole_shape(part: tuple[int, ...], like: Any) -> tuple[int, ...]:
+def full_shape(part: tuple[int, ...], like: Any) -> tuple[int, ...]:
     """The shape of a whole tensor of the state of `like`, of which this rank's part has the shape `part`."""
     local = local_of(like).shape
     return tuple(like.shape[d] if n == local[d] else n for d, n in enumerate(part))
@@ -107,14 +109,14 @@ class LocalState(UserDict[str, Any]):
     def __setitem__(self, key: str, value: Any) -> None:
         # A weight that FSDP keeps on the CPU is elsewhere than its mesh; its state stays with it, as a plain tensor.
         here = torch.is_tensor(value) and value.device.type == self.like.device_mesh.device_type
-        plain = key in self.whole or key == "remainder" or not here
-        self.data[key] = value if plain else placed(value, self.like)
+        plain = key in self.whole or key == "mantissa" or not here
+        self.data[key] = value if plain else as_dtensor(value, self.like)
 
 
-def arriving(saved: Any, like: Any, what: str) -> Tensor:
+def local_saved(saved: Any, like: Any, what: str) -> Tensor:
     """This rank's part of a saved state of `like`: of a DTensor on the same mesh, or of a whole tensor."""
     if not is_sharded(saved):
-        return part_of(saved, like) if is_sharded(like) else saved
+        return local_part(saved, like)
     if not is_sharded(like):
         raise ValueError(
             f"{what} is a DTensor, and the parameter is not. Save the whole state, with "
@@ -125,17 +127,17 @@ def arriving(saved: Any, like: Any, what: str) -> Tensor:
             f"{what} is on {saved.device_mesh}, and the parameter on {like.device_mesh}. "
             "Load it with torch.distributed.checkpoint, which moves it, or load the whole state."
         )
-    return placed_as(saved, like)
+    return redistribute(saved, like)
 
 
-def restored(
+def load_tensor(
     saved: Tensor, like: Any, what: str, part: tuple[int, ...], dtype: torch.dtype, whole: bool = False
 ) -> Tensor:
     """A copy of a saved state of `like`, of which this rank keeps the shape `part`; of all if it is kept `whole`."""
-    expected = whole_shape(part, like) if is_sharded(like) and not whole else part
+    expected = full_shape(part, like) if is_sharded(like) and not whole else part
     if tuple(saved.shape) != expected:
         raise ValueError(f"{what} has shape {tuple(saved.shape)}, but this model's needs {expected}.")
     if not saved.is_floating_point() or (dtype == torch.bfloat16 and saved.dtype != dtype):
         raise ValueError(f"{what} has dtype {saved.dtype}, and is kept in {dtype}; save it again without a cast.")
-    mine = everywhere(saved) if whole else arriving(saved, like, what)
+    mine = full_tensor(saved) if whole else local_saved(saved, like, what)
     return mine.detach().to(local_of(like).device, dtype, copy=True)

@@ -1,14 +1,17 @@
 """bfloat16 weights that are exact float32 underneath.
 
-A float32 has 32 bits; a bfloat16 is the upper 16 of them. So a bfloat16 weight (what the model computes with) plus a
-16-bit remainder (kept by the optimizer) are one float32, and no update is ever lost to rounding. The weight is the
-float32 cut off, not rounded: rounding could carry into the upper half, and the two would no longer fit together.
+A float32 has 32 bits; a bfloat16 is the upper 16 of them. So a bfloat16 weight (what the model computes with) plus the
+lower 16, which the optimizer keeps as its `mantissa`, are one float32, and no update is ever lost to rounding. The
+weight is the float32 cut off, not rounded: rounding could carry into the upper half, and the two would no longer fit
+together.
+
+After You Jiacheng's record of the medium track and https://github.com/KellerJordan/modded-nanogpt/pull/190.
 """
 
 import torch
 from torch import Tensor
 
-from speedrun.optim.dtensor import everywhere
+from speedrun.optim.dtensor import full_tensor
 
 
 def join(high: Tensor, low: Tensor) -> Tensor:
@@ -26,10 +29,10 @@ def split(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def checksum(high: Tensor) -> int:
-    """Of the bits of a bfloat16 tensor and their order: tells whether a remainder still belongs to a weight.
+    """A number that depends on the bits of a bfloat16 tensor and their order: shows whether a mantissa belongs to it.
 
-    That of a DTensor is of the whole, however it is cut, and all its ranks must ask for it.
+    For a DTensor it is that of the whole, however it is cut; all ranks must call this.
     """
-    bits = everywhere(high.detach()).contiguous().view(torch.int16).flatten().to(torch.int64)
+    bits = full_tensor(high.detach()).contiguous().view(torch.int16).flatten().to(torch.int64)
     place = torch.arange(1, bits.numel() + 1, device=bits.device, dtype=torch.int64)
     return int(((bits + 0x9E3779B1) * (place * 0x85EBCA6B + 0xC2B2AE35)).sum().item())

@@ -14,12 +14,12 @@ class NonFiniteGradient(ValueError):
     """A gradient is NaN or infinite. No weight and no state has changed."""
 
 
-class FiniteLater:
+class DeferredFiniteCheck:
     """What an optimizer keeps of the answer until its next step."""
 
     _flag: tuple[Tensor, Any] | None = None  # on a GPU: whether the gradients of the last step were finite
 
-    def _ask_later(self, finite: Tensor) -> None:
+    def _defer_check(self, finite: Tensor) -> None:
         """Let the answer travel to the CPU while the GPU works on; the next step reads it."""
         if finite.device.type != "cuda":
             self._flag = (finite, None)
@@ -29,7 +29,7 @@ class FiniteLater:
         event.record()
         self._flag = (answer, event)
 
-    def _raise_last(self) -> None:
+    def _raise_deferred(self) -> None:
         if self._flag is None:
             return
         answer, event = self._flag
@@ -42,24 +42,24 @@ class FiniteLater:
                 "Skip such steps, lower the learning rate, or clip the gradients."
             )
 
-    def _end_turns(self, *, take_back: bool) -> None:
+    def _end_counts(self, *, undo: bool) -> None:
         """The answer of the last step is known; where it was no, what that step counted on the CPU is taken back."""
 
 
-def raise_last(optimizers: Sequence[Any]) -> None:
+def raise_deferred(optimizers: Sequence[Any]) -> None:
     """Raise NonFiniteGradient if the last step of these optimizers, on a GPU, was masked."""
     try:
         for optimizer in optimizers:
-            optimizer._raise_last()
+            optimizer._raise_deferred()
     except NonFiniteGradient:
         for optimizer in optimizers:
-            optimizer._end_turns(take_back=True)
+            optimizer._end_counts(undo=True)
         raise
     for optimizer in optimizers:
-        optimizer._end_turns(take_back=False)
+        optimizer._end_counts(undo=False)
 
 
-def answers_at_once(work: list[Work]) -> bool:
+def is_synchronous(work: list[Work]) -> bool:
     """Whether reading a value does not wait for a device: on a CPU."""
     return not work or work[0].param.device.type == "cpu"
 

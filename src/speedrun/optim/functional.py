@@ -35,8 +35,8 @@ def normuon_scale_(u_Nrc: Tensor, v: Tensor, weight: Scalar, spare_Nrc: Tensor) 
 
     v <- (1 - weight) v + weight mean(u^2), with weight = 1 - beta2, then u <- u / sqrt(v) * ||u|| / ||u / sqrt(v)||.
 
-    `v` is (N, r, 1) for rows or (N, 1, c) for columns; `spare_Nrc` is overwritten. NorMuon, arXiv:2510.05491
-    (https://arxiv.org/abs/2510.05491), which rescales to a fixed norm where this keeps the norm that u had.
+    `v` is (N, r, 1) for rows or (N, 1, c) for columns; `spare_Nrc` is overwritten. NorMuon, Li et al.,
+    https://arxiv.org/abs/2510.05491, which rescales to a fixed norm where this keeps the norm that u had.
     """
     axis = -1 if v.shape[-1] == 1 and u_Nrc.shape[-2] == v.shape[-2] else -2
     size = u_Nrc.shape[axis]
@@ -61,14 +61,14 @@ def raise_to_floor(u_Nrc: Tensor, w_Nrc: Tensor, floor: Scalar) -> Tensor:
 
 
 def decay_(x: Tensor, decay: Scalar) -> Tensor:
-    """x <- (1 - decay) x. Decoupled weight decay, arXiv:1711.05101 (https://arxiv.org/abs/1711.05101)."""
+    """x <- (1 - decay) x. Decoupled weight decay, Loshchilov and Hutter, https://arxiv.org/abs/1711.05101."""
     return x.mul_(1 - decay)
 
 
 def cautious_decay_(x: Tensor, u: Tensor, decay: Scalar) -> Tensor:
     """x <- x - decay x where u x >= 0: decay acts only where the update also shrinks the weight.
 
-    Cautious weight decay, arXiv:2510.12402 (https://arxiv.org/abs/2510.12402).
+    Cautious weight decay, Chen et al., https://arxiv.org/abs/2510.12402.
     """
     return x.sub_(x.mul(u * x >= 0).mul_(decay))
 
@@ -81,7 +81,7 @@ def apply_update_(x: Tensor, u: Tensor, rate: Scalar) -> Tensor:
 def adam_moments_(m: Tensor, v: Tensor, g: Tensor, beta1: Scalar, beta2: Scalar) -> None:
     """m <- beta1 m + (1 - beta1) g;  v <- beta2 v + (1 - beta2) g^2.
 
-    `beta1` may have one value for each row. Adam, arXiv:1412.6980 (https://arxiv.org/abs/1412.6980).
+    `beta1` may have one value for each row. Adam, Kingma and Ba, https://arxiv.org/abs/1412.6980.
     """
     m.mul_(beta1).add_(g * (1 - beta1))
     v.mul_(beta2).addcmul_(g, g * (1 - beta2))
@@ -92,8 +92,8 @@ def adam_apply_(
 ) -> Tensor:
     """x <- x - rate m / (sqrt(v) + eps), with weight decay unless it is None; `rate` contains the bias corrections.
 
-    `cautious` decays only where update and weight have the same sign (arXiv:2510.12402), otherwise every weight is
-    decayed (AdamW, arXiv:1711.05101).
+    `cautious` decays only where update and weight have the same sign (https://arxiv.org/abs/2510.12402), otherwise
+    every weight is decayed (AdamW, https://arxiv.org/abs/1711.05101).
     """
     u = m.div(v.sqrt().add_(eps)).mul_(rate)
     if decay is not None and cautious:

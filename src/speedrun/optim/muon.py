@@ -1,6 +1,7 @@
 """Muon and NorMuon: momentum, then the nearest orthogonal matrix as the update.
 
-An orthogonal update changes all directions of a matrix by the same amount, so all are learned equally fast.
+An orthogonal update changes all directions of a matrix by the same amount, so all are learned equally fast. Muon:
+Keller Jordan et al., https://kellerjordan.github.io/posts/muon/; NorMuon: Li et al., https://arxiv.org/abs/2510.05491.
 
     optimizer = NorMuon(matrices, lr=0.02)                 # hidden matrices only: see speedrun.optim.route
     optimizer = Muon([{"params": qkv, "blocks": 3}, {"params": rest}], lr=0.02)
@@ -14,49 +15,51 @@ lie side by side in the columns. See speedrun.optim.blocks.
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any, Literal, Never, get_args
+from typing import Any, Literal, Never
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from speedrun.optim import functional as F
-from speedrun.optim.arguments import arguments, one_number
+from speedrun.optim.arguments import arguments, require_choice, require_number
 from speedrun.optim.base import SpeedrunOptimizer
-from speedrun.optim.blocks import Blocks, Grid, Matrix, grids_of, list_blocks
-from speedrun.optim.dtensor import local_of, part_of, whole_of
+from speedrun.optim.blocks import BlockLayout, Blocks, Matrix, block_layouts, list_blocks
+from speedrun.optim.dtensor import gather_full, local_of, local_part
 from speedrun.optim.orthogonalize import Method, Orthogonalizer, check_method, fast_dtype
 from speedrun.optim.polynomial import Coefficients, multiplications
-from speedrun.optim.spread import Owned, Spread, by_mesh
+from speedrun.optim.spread import OwnedMatrix, Spread, group_by_mesh
 from speedrun.optim.state import Group, named, require, value_at
 from speedrun.optim.work import Work
 
-Scale = Literal["none", "unit-variance", "spectral", "match-rms-adamw", "unit-rms-norm"]
+Scale = Literal["unit-variance", "spectral", "match-rms-adamw", "unit-rms-norm"]
 Decay = Literal["decoupled", "cautious"]  # cautious: decay does not pull against what is being learned
 DecayBy = Literal["lr", "lr-squared"]
 MomentumForm = Literal["ema", "classical"]
 Axis = int | None
 
 CHUNK_BYTES = 40 * 2**20  # of one stack in float32: bounds the memory of a step; larger ones were not faster
-PER_WEIGHT = 256.0  # multiplications in the time of everything else that is done to a weight, measured on a CPU
-LEAST = 4  # matrices in a stack however large they are: fewer were slower
-KEPT = 16  # orthogonalizers with their memory; models whose matrices do not all get gradients need ever others
+WEIGHT_COST = 256.0  # multiplications in the time of everything else that is done to a weight, measured on a CPU
+MIN_STACK = 4  # matrices in a stack however large they are: fewer were slower
+CACHED = 16  # orthogonalizers with their memory; with changing sets of gradients, steps need changing shapes
 
 
-def scale_of(rule: str, rows: int, cols: int) -> float:
+def update_scale(rule: Scale | None, rows: int, cols: int) -> float:
     """Factor of the orthogonal update of a block. Singular values of 1 mean a mean square of 1 / max(rows, cols)."""
-    if rule == "unit-variance":  # entries of an update have variance 1, whatever its shape
-        return math.sqrt(max(rows, cols))
-    if rule == "spectral":  # larger steps for tall matrices, so that a step changes all outputs by the same amount
-        return math.sqrt(max(1.0, rows / cols))
-    if rule == "unit-rms-norm":  # inputs of root mean square 1 change outputs by at most 1
-        return math.sqrt(rows / cols)
-    if rule == "match-rms-adamw":
-        return 0.2 * math.sqrt(max(rows, cols))
-    return 1.0
+    return {
+        None: 1.0,
+        # Entries of an update have variance 1: an early record, https://github.com/KellerJordan/modded-nanogpt.
+        "unit-variance": math.sqrt(max(rows, cols)),
+        # A step changes all outputs by the same amount: Keller Jordan, https://kellerjordan.github.io/posts/muon/.
+        "spectral": math.sqrt(max(1.0, rows / cols)),
+        # Inputs of root mean square 1 change outputs by at most 1: Scion, https://arxiv.org/abs/2502.07529.
+        "unit-rms-norm": math.sqrt(rows / cols),
+        # Updates as large as AdamW's: Moonlight, https://arxiv.org/abs/2502.16982.
+        "match-rms-adamw": 0.2 * math.sqrt(max(rows, cols)),
+    }[rule]
 
 
-Stack = list[tuple[Work, Grid]]
+Stack = list[tuple[Work, BlockLayout]]
 
 
 class Muon(SpeedrunOptimizer):
@@ -68,12 +71,12 @@ class Muon(SpeedrunOptimizer):
         method, steps, coefficients: see `orthogonalize`.
         scale: `spectral` is sqrt(max(1, rows/cols)); `unit-rms-norm` is sqrt(rows/cols), also below 1;
             `unit-variance` is sqrt(max(rows, cols)); `match-rms-adamw` is 0.2 of that, so that a learning rate tuned
-            for AdamW fits; `none` is 1. docs/optimizers.md has the names that others give them.
+            for AdamW fits; None is 1. docs/optimizers.md has the names that others give them.
         weight_decay, decay: `decoupled` shrinks every weight, `cautious` only where the update shrinks it too.
         decay_by: `lr` multiplies the decay by lr * lr_mul, as AdamW does; `lr-squared` by lr * (lr * lr_mul * scale).
-        update_ema: the applied update is an average with this much of the previous ones; 0 turns it off.
+        update_ema: the applied update is an average with this much of the previous ones; None turns it off.
         update_floor: a block's update, before lr, has at least this share of the Frobenius norm of its weights; 0.35 is
-            usual, with little weight decay or none. 0 turns it off.
+            usual, with little weight decay or none. None turns it off.
         lr_mul, wd_mul, blocks, matrix, transposed: one value, or a list with one for each parameter of the group.
         blocks: how many equal ones in the rows, (in rows, in columns), or a list with the height of each.
         matrix: how more than two dimensions are read: `flatten` (rows, everything else), for convolutions;
@@ -85,83 +88,67 @@ class Muon(SpeedrunOptimizer):
     """
 
     per_parameter: tuple[str, ...] = ("lr_mul", "wd_mul", "blocks", "matrix", "transposed")
-    marks: tuple[str, ...] = ("method", "momentum_form")
-    needed: tuple[str, ...] = ("momentum_buffer",)
+    own_keys: tuple[str, ...] = ("method", "momentum_form")
+    required: tuple[str, ...] = ("momentum_buffer",)
     whole_matrices = True
-    whole_state: tuple[str, ...] = ()  # computed from whole matrices: of a DTensor the same on all ranks
+    replicated_state: tuple[str, ...] = ()  # computed from whole matrices: of a DTensor the same on all ranks
 
     def __init__(
         self,
-        params: ParamsT,
-        lr: float | Tensor = 0.02,
-        *,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        momentum_form: MomentumForm = "ema",
-        method: Method = "polar-express",
-        steps: int = 5,
-        coefficients: Coefficients | None = None,
-        scale: Scale = "spectral",
-        weight_decay: float = 0.0,
-        decay: Decay = "decoupled",
-        decay_by: DecayBy = "lr",
-        update_ema: float = 0.0,
-        update_floor: float = 0.0,
-        lr_mul: float | list[float] = 1.0,
-        wd_mul: float | list[float] = 1.0,
-        blocks: Blocks | list[Blocks] = 1,
-        matrix: Matrix | list[Matrix] = "flatten",
-        transposed: bool | list[bool] = False,
-        exact_bf16: bool = True,
-        dtype: torch.dtype | None = None,
+        params: ParamsT, lr: float | Tensor = 0.02, *,
+        momentum: float = 0.95, nesterov: bool = True, momentum_form: MomentumForm = "ema",
+        method: Method = "polar-express", steps: int = 5, coefficients: Coefficients | None = None,
+        scale: Scale | None = "spectral", update_ema: float | None = None, update_floor: float | None = None,
+        weight_decay: float = 0.0, decay: Decay = "decoupled", decay_by: DecayBy = "lr",
+        lr_mul: float | list[float] = 1.0, wd_mul: float | list[float] = 1.0,
+        blocks: Blocks | list[Blocks] = 1, matrix: Matrix | list[Matrix] = "flatten",
+        transposed: bool | list[bool] = False, exact_bf16: bool = True, dtype: torch.dtype | None = None,
         **unknown: Never,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(params, arguments(locals()))
 
     def _check_group(self, group: Group) -> None:
         list_blocks(group)
         super()._check_group(group)
         check_method(group["method"], group["steps"], group["coefficients"])
-        kinds = {"scale": Scale, "decay": Decay, "decay_by": DecayBy, "momentum_form": MomentumForm}
+        kinds = {"scale": Scale | None, "decay": Decay, "decay_by": DecayBy, "momentum_form": MomentumForm}
         for key, choices in kinds.items():
-            require(group[key] in get_args(choices), key, group[key], "one of: " + ", ".join(get_args(choices)))
-        for key in ("momentum", "update_ema"):
-            require(0 <= one_number(key, group[key]) < 1, key, group[key], "at least 0 and below 1")
-        floor = group["update_floor"]
-        require(0 <= one_number("update_floor", floor) < math.inf, "update_floor", floor, "finite and not negative")
+            require_choice(key, group[key], choices)
+        require_number("momentum", group["momentum"], below=1)
+        for key, end in ("update_ema", 1), ("update_floor", math.inf):
+            if group[key] is not None:
+                require_number(key, group[key], below=end)
         for index, (name, p) in enumerate(named(group, len(self.param_groups) - 1)):
-            grids_of(p.shape, group, index, name)
+            block_layouts(p.shape, group, index, name)
 
     def _state_shapes(self, p: Tensor, group: Group) -> dict[str, tuple[int, ...] | None]:
         shape = tuple(local_of(p).shape)
         return {"momentum_buffer": shape, "update_buffer": shape}
 
-    def _state_layout(self, p: Tensor, group: Group) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        wide = torch.float64 if p.dtype == torch.float64 else torch.float32
-        unused = set() if group["update_ema"] else {"update_buffer"}
-        return {key: (shape or (), wide) for key, shape in self._state_shapes(p, group).items() if key not in unused}
+    def _unused_keys(self, group: Group) -> set[str]:
+        return set() if group["update_ema"] else {"update_buffer"}
 
-    def effort(self, p: Tensor, group: Group, index: int) -> float:
+    def cost(self, p: Tensor, group: Group, index: int) -> float:
         """The multiplications of its orthogonalisation, and its passes through memory as multiplications."""
         dtype = group["dtype"] or fast_dtype(p.device)
         products = (
-            grid.count * multiplications(grid.rows, grid.cols, group["steps"], dtype, p.device)
-            for grid in grids_of(p.shape, group, index)
+            layout.count * multiplications(layout.rows, layout.cols, group["steps"], dtype, p.device)
+            for layout in block_layouts(p.shape, group, index)
         )
-        return sum(products) + PER_WEIGHT * p.numel()
+        return sum(products) + WEIGHT_COST * p.numel()
 
     # ------------------------------------------------------------------ step
 
     def _update(self, work: list[Work], finite: float | Tensor) -> None:
         for stacks in self._by_shape([w for w in work if w.sharded is None]):
             self._step_same_shape(stacks, finite)
-        for shared in by_mesh(work):
+        for shared in group_by_mesh(work):
             self._step_shared(shared, finite)
 
     def _step_shared(self, work: list[Work], finite: float | Tensor) -> None:
         """DTensors of one mesh: momentum and weights in parts, what is orthogonalised whole, spread over the ranks."""
-        spread = Spread(work, [self.effort(w.sharded, w.group, w.index) for w in work])
-        for stacks in self._by_shape(spread.to_owners([self._advance_and_look_ahead(w, finite) for w in work])):
+        spread = Spread(work, [self.cost(w.sharded, w.group, w.index) for w in work])
+        for stacks in self._by_shape(spread.to_owners([self._momentum_update(w, finite) for w in work])):
             self._step_same_shape(stacks, finite)
         for w, update in zip(work, spread.to_all([self._whole_shapes(w) for w in work]), strict=True):
             self._apply(w, update, finite)
@@ -170,28 +157,29 @@ class Muon(SpeedrunOptimizer):
         """Of what owners of matrices learn and all ranks of the mesh keep."""
         return {
             key: tuple(w.state[key].shape) if key in w.state else self._state_shapes(w.sharded, w.group)[key] or ()
-            for key in self.whole_state
+            for key in self.replicated_state
         }
 
-    def _shape_key(self, w: Work, grid: Grid) -> tuple[Any, ...]:
+    def _shape_key(self, w: Work, layout: BlockLayout) -> tuple[Any, ...]:
         """Blocks with equal keys go through the orthogonaliser together; tall and wide ones of the same sides, too."""
         g = w.group
         triples = None if g["coefficients"] is None else tuple(map(tuple, g["coefficients"]))
         dtype = g["dtype"] or (torch.float64 if w.param.dtype == torch.float64 else fast_dtype(w.param.device))
-        return w.param.device, *sorted((grid.rows, grid.cols)), g["method"], g["steps"], triples, dtype
+        return w.param.device, *sorted((layout.rows, layout.cols)), g["method"], g["steps"], triples, dtype
 
-    def _stack_key(self, w: Work, grid: Grid) -> tuple[Any, ...]:
+    def _stack_key(self, w: Work, layout: BlockLayout) -> tuple[Any, ...]:
         """Blocks of one size with equal keys are one stack."""
-        return grid.rows, grid.cols
+        return layout.rows, layout.cols
 
     def _by_shape(self, work: list[Work]) -> Iterator[list[Stack]]:
         alike: dict[tuple[Any, ...], Stack] = defaultdict(list)
         for w in work:
-            for grid in grids_of(w.shape, w.group, w.index):
-                alike[self._shape_key(w, grid)].append((w, grid))
+            for layout in block_layouts(w.shape, w.group, w.index):
+                alike[self._shape_key(w, layout)].append((w, layout))
         for members in alike.values():
-            grid = members[0][1]
-            limit = max(LEAST, CHUNK_BYTES // (4 * grid.rows * grid.cols) // 2 * 2)  # even: pairs of cores stay busy
+            layout = members[0][1]
+            fitting = CHUNK_BYTES // (4 * layout.rows * layout.cols) // 2 * 2  # even: pairs of cores stay busy
+            limit = max(MIN_STACK, fitting)
             chunk: Stack = []
             for member in members:
                 if chunk and sum(g.count for _, g in [*chunk, member]) > limit:
@@ -202,51 +190,51 @@ class Muon(SpeedrunOptimizer):
 
     def _stacks(self, members: Stack) -> list[Stack]:
         stacks: dict[tuple[Any, ...], Stack] = defaultdict(list)
-        for w, grid in members:
-            stacks[self._stack_key(w, grid)].append((w, grid))
+        for w, layout in members:
+            stacks[self._stack_key(w, layout)].append((w, layout))
         return list(stacks.values())
 
     def _step_same_shape(self, stacks: list[Stack], finite: float | Tensor) -> None:
-        counts = [[grid.count for _, grid in stack] for stack in stacks]
+        counts = [[layout.count for _, layout in stack] for stack in stacks]
         orthogonalizer = self._orthogonalizer(stacks, tuple(map(sum, counts)))
         for stack, stack_Nrc, parts in zip(stacks, orthogonalizer.stacks, counts, strict=True):
-            for (w, grid), part in zip(stack, stack_Nrc.split(parts), strict=True):
-                if isinstance(w, Owned):
-                    grid.stack_view(part).copy_(grid.cut(w.grad))
+            for (w, layout), part in zip(stack, stack_Nrc.split(parts), strict=True):
+                if isinstance(w, OwnedMatrix):
+                    layout.stack_view(part).copy_(layout.cut(w.grad))
                     continue
-                advance, grid.layout.begun = not grid.layout.begun, True
+                advance, layout.matrix.momentum_advanced = not layout.matrix.momentum_advanced, True
                 g, m = self._advance_momentum(w, finite, advance)
-                self._look_ahead(w.group, grid.cut(g), grid.cut(m), grid.stack_view(part))
+                self._look_ahead(w.group, layout.cut(g), layout.cut(m), layout.stack_view(part))
         updates = orthogonalizer.run()
         for stack, out_Nrc, spare_Nrc, parts in zip(stacks, updates, orthogonalizer.stacks, counts, strict=True):
             out_Nrc = self._normalize(stack, out_Nrc.to(spare_Nrc.dtype), finite, spare_Nrc)
-            for (w, grid), part in zip(stack, out_Nrc.split(parts), strict=True):
-                update = grid.collect(part)
+            for (w, layout), part in zip(stack, out_Nrc.split(parts), strict=True):
+                update = layout.collect(part)
                 if update is None:
                     continue
-                if isinstance(w, Owned):
+                if isinstance(w, OwnedMatrix):
                     w.grad.copy_(update)
                 else:
                     self._apply(w, update, finite)
 
     def _orthogonalizer(self, stacks: list[Stack], counts: tuple[int, ...]) -> Orthogonalizer:
         """Buckets of the same shapes share one; it keeps its memory from step to step."""
-        first, grid = stacks[0][0]
+        first, layout = stacks[0][0]
         wide = torch.float64 if first.param.dtype == torch.float64 else torch.float32
         shapes = tuple((n, stack[0][1].rows, stack[0][1].cols) for n, stack in zip(counts, stacks, strict=True))
-        key = shapes, wide, self._shape_key(first, grid)
+        key = shapes, wide, self._shape_key(first, layout)
         known: dict[Any, Orthogonalizer] = self.__dict__.setdefault("_orthogonalizers", {})
         found = known.pop(key, None)
         if found is None:
-            _, _, _, method, steps, triples, dtype = self._shape_key(first, grid)
+            _, _, _, method, steps, triples, dtype = self._shape_key(first, layout)
             like = torch.empty(0, dtype=wide, device=first.param.device)
             found = Orthogonalizer(shapes, method, steps, triples, dtype, like)
         known[key] = found  # the latest is last
-        if len(known) > KEPT:
+        if len(known) > CACHED:
             del known[next(iter(known))]
         return found
 
-    def _advance_and_look_ahead(self, w: Work, finite: float | Tensor) -> Tensor:
+    def _momentum_update(self, w: Work, finite: float | Tensor) -> Tensor:
         """Advance the momentum. This rank's part of what is to be orthogonalised."""
         g, m = self._advance_momentum(w, finite)
         ahead = torch.empty_like(m)
@@ -255,7 +243,7 @@ class Muon(SpeedrunOptimizer):
 
     @staticmethod
     def _advance_momentum(w: Work, finite: float | Tensor, advance: bool = True) -> tuple[Tensor, Tensor]:
-        """The gradient, and the momentum that has learned of it."""
+        """The gradient, and the momentum after it."""
         mu, wide = w.group["momentum"], torch.float64 if w.param.dtype == torch.float64 else torch.float32
         if "momentum_buffer" not in w.state:
             w.state["momentum_buffer"] = torch.zeros_like(w.param, dtype=wide, memory_format=torch.contiguous_format)
@@ -284,7 +272,7 @@ class Muon(SpeedrunOptimizer):
         """Weight decay and the step itself, on the master."""
         group, x = w.group, self._read(w)
         if group["update_floor"]:
-            update = self._raised(w, update, x)
+            update = self._apply_floor(w, update, x)
         smooth = group["update_ema"]
         if smooth:  # smoother steps: an average of the orthogonalised updates
             if "update_buffer" not in w.state:
@@ -303,30 +291,27 @@ class Muon(SpeedrunOptimizer):
     @staticmethod
     def _scale(w: Work, like: Tensor) -> float | Tensor:
         """The factor of the update: one number, or one for each weight of `like` where blocks differ in height."""
-        grids = grids_of(w.shape, w.group, w.index)
-        scales = [scale_of(w.group["scale"], grid.rows, grid.cols) for grid in grids]
-        if len(grids) == 1:
+        layouts = block_layouts(w.shape, w.group, w.index)
+        scales = [update_scale(w.group["scale"], layout.rows, layout.cols) for layout in layouts]
+        if len(layouts) == 1:
             return scales[0]
-        layout = grids[0].layout
+        matrix = layouts[0].matrix
         parts = [
-            like.new_full((layout.lead, grid.a * grid.rows, layout.width), scale)
-            for grid, scale in zip(grids, scales, strict=True)
+            like.new_full((matrix.lead, layout.a * layout.rows, matrix.width), scale)
+            for layout, scale in zip(layouts, scales, strict=True)
         ]
-        whole = layout.restore(torch.cat(parts, dim=-2))
-        return whole if w.sharded is None else part_of(whole, w.sharded)
+        return local_part(matrix.restore(torch.cat(parts, dim=-2)), w.home)
 
     @staticmethod
-    def _raised(w: Work, update: Tensor, x: Tensor) -> Tensor:
+    def _apply_floor(w: Work, update: Tensor, x: Tensor) -> Tensor:
         """The update, its blocks no smaller than a share of their weights. Of a DTensor, all ranks must call this."""
-        if w.sharded is not None:
-            update, x = whole_of(update, w.sharded), whole_of(x, w.sharded)
-        grids = grids_of(w.shape, w.group, w.index)
+        update, x = gather_full(update, w.home), gather_full(x, w.home)
+        layouts = block_layouts(w.shape, w.group, w.index)
         parts = []
-        for grid in grids:
-            floor = w.group["update_floor"] / scale_of(w.group["scale"], grid.rows, grid.cols)
-            parts.append(grid.join(F.raise_to_floor(grid.cut(update), grid.cut(x), floor)))
-        update = grids[0].layout.restore(torch.cat(parts, dim=-2))
-        return update if w.sharded is None else part_of(update, w.sharded)
+        for layout in layouts:
+            floor = w.group["update_floor"] / update_scale(w.group["scale"], layout.rows, layout.cols)
+            parts.append(layout.join(F.raise_to_floor(layout.cut(update), layout.cut(x), floor)))
+        return local_part(layouts[0].matrix.restore(torch.cat(parts, dim=-2)), w.home)
 
 
 class NorMuon(Muon):
@@ -343,74 +328,61 @@ class NorMuon(Muon):
     """
 
     per_parameter = (*Muon.per_parameter, "axis")
-    marks = (*Muon.marks, "beta2")
-    needed = (*Muon.needed, "second_moment")
-    whole_state: tuple[str, ...] = ("second_moment",)
+    own_keys = (*Muon.own_keys, "beta2")
+    required = (*Muon.required, "second_moment")
+    replicated_state: tuple[str, ...] = ("second_moment",)
 
     def __init__(
         self,
-        params: ParamsT,
-        lr: float | Tensor = 0.02,
-        *,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        momentum_form: MomentumForm = "ema",
-        method: Method = "polar-express",
-        steps: int = 5,
-        coefficients: Coefficients | None = None,
-        scale: Scale = "spectral",
-        weight_decay: float = 0.0,
-        decay: Decay = "decoupled",
-        decay_by: DecayBy = "lr",
-        update_ema: float = 0.0,
-        update_floor: float = 0.0,
-        lr_mul: float | list[float] = 1.0,
-        wd_mul: float | list[float] = 1.0,
-        blocks: Blocks | list[Blocks] = 1,
-        matrix: Matrix | list[Matrix] = "flatten",
-        transposed: bool | list[bool] = False,
-        exact_bf16: bool = True,
-        dtype: torch.dtype | None = None,
-        beta2: float = 0.95,
-        axis: Axis | list[Axis] = None,
-        **unknown: Never,
-    ) -> None:
+        params: ParamsT, lr: float | Tensor = 0.02, *,
+        momentum: float = 0.95, nesterov: bool = True, momentum_form: MomentumForm = "ema",
+        method: Method = "polar-express", steps: int = 5, coefficients: Coefficients | None = None,
+        scale: Scale | None = "spectral", update_ema: float | None = None, update_floor: float | None = None,
+        weight_decay: float = 0.0, decay: Decay = "decoupled", decay_by: DecayBy = "lr",
+        lr_mul: float | list[float] = 1.0, wd_mul: float | list[float] = 1.0,
+        blocks: Blocks | list[Blocks] = 1, matrix: Matrix | list[Matrix] = "flatten",
+        transposed: bool | list[bool] = False, exact_bf16: bool = True, dtype: torch.dtype | None = None,
+        beta2: float = 0.95, axis: Axis | list[Axis] = None, **unknown: Never,
+    ) -> None:  # fmt: skip
         SpeedrunOptimizer.__init__(self, params, arguments(locals()))  # Muon's own would refuse what is new here
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
-        require(0 <= one_number("beta2", group["beta2"]) < 1, "beta2", group["beta2"], "at least 0 and below 1")
+        require_number("beta2", group["beta2"], below=1)
         for axis in group["axis"] if isinstance(group["axis"], list) else [group["axis"]]:
             require(axis in (None, -1, -2), "axis", axis, "-1, -2 or None")
 
     def _state_shapes(self, p: Tensor, group: Group) -> dict[str, tuple[int, ...] | None]:
         index = next(i for i, q in enumerate(group["params"]) if q is p)
-        shapes = [self._second_shape(grid, value_at(group["axis"], index)) for grid in grids_of(p.shape, group, index)]
+        shapes = [
+            self._moment_shape(layout, value_at(group["axis"], index))
+            for layout in block_layouts(p.shape, group, index)
+        ]
         whole = shapes[0] if len(shapes) == 1 else (sum(map(math.prod, shapes)),)
         return {**super()._state_shapes(p, group), "second_moment": whole}
 
     @staticmethod
-    def _second_shape(grid: Grid, axis: Axis) -> tuple[int, int, int]:
-        axis = axis or (-1 if grid.rows >= grid.cols else -2)
-        return (grid.count, grid.rows, 1) if axis == -1 else (grid.count, 1, grid.cols)
+    def _moment_shape(layout: BlockLayout, axis: Axis) -> tuple[int, int, int]:
+        axis = axis or (-1 if layout.rows >= layout.cols else -2)
+        return (layout.count, layout.rows, 1) if axis == -1 else (layout.count, 1, layout.cols)
 
-    def _second_moment(self, w: Work, grid: Grid, like: Tensor) -> Tensor:
+    def _second_moment(self, w: Work, layout: BlockLayout, like: Tensor) -> Tensor:
         """Of a grid's blocks, a view of the state; where there are several grids that is one vector."""
-        shape, axis = self._second_shape(grid, w.of("axis")), w.of("axis")
+        shape, axis = self._moment_shape(layout, w.of("axis")), w.of("axis")
         before = after = 0
-        for other in () if grid.alone else grids_of(w.shape, w.group, w.index):
-            size = math.prod(self._second_shape(other, axis))
-            before, after = before + size * (other.start < grid.start), after + size
+        for other in () if layout.alone else block_layouts(w.shape, w.group, w.index):
+            size = math.prod(self._moment_shape(other, axis))
+            before, after = before + size * (other.start < layout.start), after + size
         if "second_moment" not in w.state:
-            w.state["second_moment"] = like.new_zeros(shape if grid.alone else after)
+            w.state["second_moment"] = like.new_zeros(shape if layout.alone else after)
         whole: Tensor = w.state["second_moment"]
-        return whole if grid.alone else whole[before : before + math.prod(shape)].view(shape)
+        return whole if layout.alone else whole[before : before + math.prod(shape)].view(shape)
 
-    def _stack_key(self, w: Work, grid: Grid) -> tuple[Any, ...]:
-        return *super()._stack_key(w, grid), self._second_shape(grid, w.of("axis"))[1:], w.group["beta2"]
+    def _stack_key(self, w: Work, layout: BlockLayout) -> tuple[Any, ...]:
+        return *super()._stack_key(w, layout), self._moment_shape(layout, w.of("axis"))[1:], w.group["beta2"]
 
     def _normalize(self, stack: Stack, out_Nrc: Tensor, finite: float | Tensor, spare_Nrc: Tensor) -> Tensor:
-        moments = [self._second_moment(w, grid, out_Nrc) for w, grid in stack]
+        moments = [self._second_moment(w, layout, out_Nrc) for w, layout in stack]
         second = torch.cat(moments)
         F.normuon_scale_(out_Nrc, second, (1 - stack[0][0].group["beta2"]) * finite, spare_Nrc)
         for moment, fresh in zip(moments, second.split([len(m) for m in moments]), strict=True):

@@ -12,20 +12,23 @@ Shapes: N matrices of m rows and n columns, s = min(m, n).
 """
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from speedrun.optim.arguments import require_choice
 from speedrun.optim.polynomial import Coefficients, Program, iterate_plain, unit_norm
 from speedrun.optim.state import require
 
 Method = Literal["polar-express", "newton-schulz", "svd"]
 
-# Tuned for steep growth near 0, not for convergence: singular values end between about 0.7 and 1.2.
+# Tuned for steep growth near 0, not for convergence: singular values end between about 0.7 and 1.2. Keller Jordan,
+# https://kellerjordan.github.io/posts/muon/.
 NEWTON_SCHULZ: Coefficients = ((3.4445, -4.7750, 2.0315),)
 
-# One triple per iteration, steep first and gentle last.
+# One triple per iteration, steep first and gentle last: You Jiacheng, in the records of
+# https://github.com/KellerJordan/modded-nanogpt and in Dion (https://github.com/microsoft/dion).
 NEWTON_SCHULZ_PER_STEP: Coefficients = (
     (4.0848, -6.8946, 2.9270),
     (3.9505, -6.3029, 2.6377),
@@ -34,7 +37,9 @@ NEWTON_SCHULZ_PER_STEP: Coefficients = (
     (2.8366, -3.0525, 1.2012),
 )
 
-# Minimax-optimal for five iterations, made with a safety factor of 2e-2, which the norm below makes room for.
+# Minimax-optimal for five iterations, made with a safety factor of 2e-2, which the norm below makes room for. Amsel et
+# al., The Polar Express, https://arxiv.org/abs/2505.16932; these numbers: varunneal's record,
+# https://github.com/KellerJordan/modded-nanogpt/pull/146.
 POLAR_EXPRESS: Coefficients = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -86,7 +91,7 @@ def orthogonalize(
 
 
 def check_method(method: str, steps: int, coefficients: Coefficients | None) -> None:
-    require(method in get_args(Method), "method", method, "one of: " + ", ".join(get_args(Method)))
+    require_choice("method", method, Method)
     require(type(steps) is int and steps >= 1, "steps", steps, "at least 1, and whole")
     if coefficients is not None and not (
         isinstance(coefficients, Sequence)
@@ -116,7 +121,7 @@ class Orthogonalizer:
         triples = list(default if coefficients is None else coefficients)[:steps]
         self.triples = triples + triples[-1:] * (steps - len(triples))
         self.program: Program | None = None
-        # Half precision has no bits to spare for completed squares, and a compiler wants no memory of ours.
+        # Half precision has no bits to spare for completed squares, and a compiler plans its own memory.
         squares = dtype in (torch.float32, torch.float64) and all(c > 0 for _, _, c in triples)
         if squares and not self.svd and not torch.compiler.is_compiling():
             self.program = Program(shapes, self.triples, self.margin, like.to(dtype))

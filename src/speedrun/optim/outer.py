@@ -2,8 +2,9 @@
 
     optimizer = Snoo(Combined(NorMuon(...), Adam(...)), lr=0.68, momentum=0.37, k=28)
 
-The inner optimizer explores for k steps. What it did, seen as one long gradient, goes through momentum, and training
-goes on from there.
+The inner optimizer makes k steps. Their sum, taken as one long gradient, goes through momentum, and training continues
+from there. Kallusky et al., SNOO, https://arxiv.org/abs/2510.15830; lr, momentum and k are those of the record,
+https://github.com/KellerJordan/modded-nanogpt/pull/128.
 """
 
 from collections import ChainMap
@@ -15,14 +16,25 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from speedrun.optim.arguments import one_number
-from speedrun.optim.base import step_within
-from speedrun.optim.dtensor import local_of, placed, restored
-from speedrun.optim.protocol import Saving, adapted
-from speedrun.optim.state import Loss, States, by_name, evaluate, fitted, named, params_of, put_back, require, untraced
+from speedrun.optim.arguments import require_number
+from speedrun.optim.base import step_inner
+from speedrun.optim.dtensor import as_dtensor, load_tensor, local_of
+from speedrun.optim.protocol import StateDictMethods, adapt
+from speedrun.optim.state import (
+    Loss,
+    States,
+    by_name,
+    call_closure,
+    load_by_name,
+    match_groups,
+    named,
+    params_of,
+    require,
+    untraced,
+)
 
-NUMBERS = ("count", "lr", "momentum", "k")
-KEPT = ("outer", "outer_momentum")
+COUNTERS = ("count", "lr", "momentum", "k")
+OUTER_KEYS = ("outer", "outer_momentum")
 """The state of a parameter here: float32 also where the weight is not."""
 
 
@@ -40,7 +52,13 @@ class _InGroups:
             group[self.key] = value
 
 
-class _Both(MutableMapping[Any, Any]):
+def _divide(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A parameter's state here, and the rest, which is the inner optimizer's."""
+    outer = {key: state[key] for key in OUTER_KEYS if key in state}
+    return outer, {key: value for key, value in state.items() if key not in OUTER_KEYS}
+
+
+class _JoinedState(MutableMapping[Any, Any]):
     """The state of the inner optimizer and Snoo's own, as one mapping."""
 
     def __init__(self, inner: Any, outer: dict[Tensor, dict[str, Tensor]]) -> None:
@@ -52,9 +70,9 @@ class _Both(MutableMapping[Any, Any]):
     def __setitem__(self, key: Any, value: Any) -> None:
         if torch.is_tensor(key):
             self.outer.pop(key, None)
-            if any(name in value for name in KEPT):
-                self.outer[key] = {name: value[name] for name in KEPT if name in value}
-            value = {name: kept for name, kept in value.items() if name not in KEPT}
+            outer, value = _divide(value)
+            if outer:
+                self.outer[key] = outer
         self.inner.state[key] = value
 
     def __delitem__(self, key: Any) -> None:
@@ -68,7 +86,7 @@ class _Both(MutableMapping[Any, Any]):
         return sum(1 for _ in self)
 
 
-class Snoo(Saving, Optimizer):
+class Snoo(StateDictMethods, Optimizer):
     """Wraps any optimizer; groups and state are the inner one's, so schedulers work as before.
 
     The first outer step comes right after the first inner one, then after every k. Exact bfloat16 weights stay exact:
@@ -84,8 +102,8 @@ class Snoo(Saving, Optimizer):
         if not hasattr(optimizer, "param_groups"):
             kind = type(optimizer).__name__
             raise ValueError(f"Snoo got a {kind}; wrap it around an optimizer: Snoo(Adam(...)).")
-        require(one_number("lr", lr) >= 0, "lr", lr, "not negative")
-        require(0 <= one_number("momentum", momentum) < 1, "momentum", momentum, "at least 0 and below 1")
+        require_number("lr", lr)
+        require_number("momentum", momentum, below=1)
         require(type(k) is int and k >= 1, "k", k, "at least 1, and whole")
         self.optimizer: Any = optimizer
         self.outer: dict[Tensor, dict[str, Tensor]] = {}
@@ -95,9 +113,9 @@ class Snoo(Saving, Optimizer):
 
     def _share(self) -> None:
         self.param_groups = self.optimizer.param_groups
-        self.state: Any = _Both(self.optimizer, self.outer)
+        self.state: Any = _JoinedState(self.optimizer, self.outer)
 
-    def _start(self) -> None:
+    def _add_outer(self) -> None:
         """Weights that are new here are their own outer ones; momentum comes with the first outer step."""
         for p in params_of(self.param_groups):
             if p.requires_grad and p not in self.outer:
@@ -105,21 +123,21 @@ class Snoo(Saving, Optimizer):
 
     @property
     def _inner(self) -> Any:
-        return adapted(self.optimizer)
+        return adapt(self.optimizer)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if not getattr(self, "param_groups", None):  # called by the constructor
             super().add_param_group(param_group)
             return
         self.optimizer.add_param_group(param_group)
-        for key in NUMBERS:
+        for key in COUNTERS:
             setattr(self, key, getattr(self, key))
 
     @untraced
     def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:
-        loss = evaluate(closure)
-        self._start()
-        step_within(self.optimizer)
+        loss = call_closure(closure)
+        self._add_outer()
+        step_inner(self.optimizer)
         if self.count % self.k == 0:
             self._outer_step()
         self.count += 1
@@ -189,12 +207,11 @@ class Snoo(Saving, Optimizer):
 
     def load_full_state_dict(self, states: States) -> None:
         """Load what `full_state_dict` returned; the caller sets `count`."""
-        ours = {name: {key: state[key] for key in KEPT if key in state} for name, state in states.items()}
-        put_back(self.param_groups, self.outer, ours)
-        inner = {name: {k: v for k, v in state.items() if k not in KEPT} for name, state in states.items()}
-        self._inner.load_full_state_dict(inner)
+        divided = {name: _divide(state) for name, state in states.items()}
+        load_by_name(self.param_groups, self.outer, {name: outer for name, (outer, _) in divided.items()})
+        self._inner.load_full_state_dict({name: inner for name, (_, inner) in divided.items()})
 
-    def _saved(self) -> dict[str, Any]:
+    def _save(self) -> dict[str, Any]:
         """The inner optimizer's, with the outer weights and momenta in the state of each parameter."""
         saved: dict[str, Any] = self.optimizer.state_dict()
         numbers = [i for group in saved["param_groups"] for i in group["params"]]
@@ -204,27 +221,24 @@ class Snoo(Saving, Optimizer):
                 states[i] = {**states.get(i, {}), **self.outer[p]}
         return {**saved, "state": states}
 
-    def _checked(self, state_dict: dict[str, Any]) -> tuple[dict[Tensor, dict[str, Tensor]], Any]:
+    def _check(self, state_dict: dict[str, Any]) -> tuple[dict[Tensor, dict[str, Tensor]], Any]:
         outer: dict[Tensor, dict[str, Tensor]] = {}
-        chosen = fitted(state_dict, self.param_groups, "Snoo")
+        chosen = match_groups(state_dict, self.param_groups, "Snoo")
         for number, ((saved, ids), group) in enumerate(zip(chosen, self.param_groups, strict=True)):
-            if not all(f"snoo_{key}" in saved for key in NUMBERS):
+            if not all(f"snoo_{key}" in saved for key in COUNTERS):
                 raise _foreign("its groups lack `snoo_count`")
             for (name, p), i in zip(named(group, number), ids, strict=True):
-                state = state_dict["state"].get(i, {})
-                if any(key in state for key in KEPT):
-                    outer[p] = {key: _restored(state[key], key, name, p) for key in KEPT if key in state}
+                found, _ = _divide(state_dict["state"].get(i, {}))
+                if found:
+                    outer[p] = {key: _load_outer(value, key, name, p) for key, value in found.items()}
         if any(state_dict["state"].get(i) for _, ids in chosen for i in ids) and not outer:
             raise _foreign("parameters have state, and none has `outer`")
-        inner = {
-            i: {key: value for key, value in state.items() if key not in KEPT} if isinstance(state, dict) else state
-            for i, state in state_dict["state"].items()
-        }
-        return outer, self._inner.check({**state_dict, "state": inner})
+        inner = {i: _divide(s)[1] if isinstance(s, dict) else s for i, s in state_dict["state"].items()}
+        return outer, self._inner.check_state_dict({**state_dict, "state": inner})
 
-    def _take(self, checked: tuple[dict[Tensor, dict[str, Tensor]], Any]) -> None:
+    def _load(self, checked: tuple[dict[Tensor, dict[str, Tensor]], Any]) -> None:
         outer, inner = checked
-        self._inner.take(inner)
+        self._inner.load_checked(inner)
         self.outer.clear()
         self.outer.update(outer)
         self._share()
@@ -238,11 +252,11 @@ class Snoo(Saving, Optimizer):
         self._share()
 
 
-def _restored(saved: Tensor, key: str, name: str, p: Tensor) -> Tensor:
-    part = restored(
+def _load_outer(saved: Tensor, key: str, name: str, p: Tensor) -> Tensor:
+    part = load_tensor(
         saved, p, f"The state {key!r} of {name}", tuple(local_of(p).shape), torch.promote_types(p.dtype, torch.float32)
     )
-    return placed(part, p)
+    return as_dtensor(part, p)
 
 
 def _foreign(why: str) -> ValueError:

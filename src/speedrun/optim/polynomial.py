@@ -20,19 +20,19 @@ from torch import Tensor
 
 Coefficients = Sequence[tuple[float, float, float]]
 Shifts = list[tuple[float, float]]
-Blocks = dict[tuple[int, int], Tensor]  # parts of the matrices of a stack, by row and column
+Tiles = dict[tuple[int, int], Tensor]  # blocks of the matrices of a stack, by row and column
 
-# On a CPU, symmetric matrices are cut into at most so many rows of blocks of at least this side, and those below the
-# diagonal are never computed: 0.8 to 0.9 of the time for sides from 192.
-MOST_BLOCKS, BLOCK_SIDE = 4, 96
+# On a CPU, symmetric matrices are cut into at most MOST_TILES rows of tiles with sides of at least TILE_SIDE. Tiles
+# below the diagonal are never computed: 0.8 to 0.9 of the time for sides from 192.
+MOST_TILES, TILE_SIDE = 4, 96
 SMALL = 1e-12  # above it, and below its inverse, a norm in float32 is right whatever the matrix
 
 
 def unit_norm(x_Nmn: Tensor, margin: float) -> Tensor:
     """Each matrix over (its Frobenius norm * margin), in place and without overflow or underflow. Zeros stay zeros."""
     norm_N11 = torch.linalg.vector_norm(x_Nmn, dim=(-2, -1), keepdim=True)
-    asking_is_cheap = x_Nmn.device.type == "cpu" and not torch.compiler.is_compiling()
-    if not (asking_is_cheap and ((norm_N11 > SMALL) & (norm_N11 < 1 / SMALL)).all()):
+    reading_is_cheap = x_Nmn.device.type == "cpu" and not torch.compiler.is_compiling()
+    if not (reading_is_cheap and ((norm_N11 > SMALL) & (norm_N11 < 1 / SMALL)).all()):
         sum_N11 = torch.linalg.vector_norm(x_Nmn, 1, dim=(-2, -1), keepdim=True)
         x_Nmn.div_(torch.where(sum_N11 > 0, sum_N11 / x_Nmn[0].numel(), 1))
         norm_N11 = torch.linalg.vector_norm(x_Nmn, dim=(-2, -1), keepdim=True).clamp_(min=1)  # it is, but for zeros
@@ -69,20 +69,24 @@ def complete_squares(triples: Coefficients) -> tuple[float, Shifts]:
     return t, shifts[::-1]
 
 
-def block_count(side: int, device: torch.device) -> int:
-    return max(1, min(side // BLOCK_SIDE, MOST_BLOCKS)) if device.type == "cpu" else 1
+def tile_rows(side: int, device: torch.device) -> int:
+    return max(1, min(side // TILE_SIDE, MOST_TILES)) if device.type == "cpu" else 1
 
 
 def by_gram(rows: int, cols: int, steps: int) -> bool:
-    """Whether the Gram matrix needs less: 2 r + 17 products of s^3, not 10 r + 5. Beyond five steps, errors grow."""
+    """Whether the Gram matrix needs less: 2 r + 17 products of s^3, not 10 r + 5. Beyond five steps, errors grow.
+
+    Amsel et al., The Polar Express, appendix F: fast polynomial iteration for rectangular matrices
+    (https://arxiv.org/abs/2505.16932).
+    """
     return max(rows, cols) > 1.5 * min(rows, cols) and steps <= 5
 
 
 class Program:
     """The polynomials for stacks of certain shapes: memory of its own, and a list of operations on it.
 
-    Made once and run in every step: fresh memory, finding one's way to its parts, and the mirrored half of symmetric
-    matrices would cost a CPU as much as the other half does. Tall and wide matrices of the same sides go together.
+    Made once and run in every step: allocating memory, slicing it, and computing the mirrored half of symmetric
+    matrices would double the time on a CPU. Tall and wide matrices of the same sides go together.
     """
 
     def __init__(self, shapes: Sequence[Sequence[int]], triples: Coefficients, margin: float, like: Tensor) -> None:
@@ -91,7 +95,7 @@ class Program:
         self.stacks = [like.new_empty(shape) for shape in shapes]  # matrices go here, and are used up
         self.operations: list[Callable[[], object]] = []
         side, gram = min(shapes[0][1:]), by_gram(shapes[0][1], shapes[0][2], len(shifts))
-        blocks = block_count(side, like.device)
+        blocks = tile_rows(side, like.device)
         self.bands = [slice(side * i // blocks, side * (i + 1) // blocks) for i in range(blocks)]
         self.sizes = [band.stop - band.start for band in self.bands]
         self.whole_Nss = like.new_empty((sum(shape[0] for shape in shapes), side, side))
@@ -113,7 +117,7 @@ class Program:
         for (beta, gamma), then_Nsk in zip(shifts, itertools.cycle(places), strict=False):
             self._product(s_Nss, self._rows(now_Nsk), plus=beta)
             self._product(p_Nss, s_Nss, s_Nss, plus=gamma)
-            self._do(torch.bmm, self._whole(p_Nss), now_Nsk, out=then_Nsk)
+            self._record(torch.bmm, self._assembled(p_Nss), now_Nsk, out=then_Nsk)
             now_Nsk = then_Nsk
         return now_Nsk.mT if is_tall(x_Nmn) else now_Nsk
 
@@ -127,10 +131,10 @@ class Program:
         before = [torch.empty_like(d_Nk) for d_Nk in diagonals]
         for k, (beta, gamma) in enumerate(shifts):
             factor_Nss = p_Nss if k else all_Nss
-            self._do(torch._foreach_copy_, before, diagonals)
-            self._do(torch._foreach_add_, diagonals, beta)
+            self._record(torch._foreach_copy_, before, diagonals)
+            self._record(torch._foreach_add_, diagonals, beta)
             self._product(factor_Nss, s_Nss, s_Nss, plus=gamma)
-            self._do(torch._foreach_copy_, diagonals, before)
+            self._record(torch._foreach_copy_, diagonals, before)
             if k + 1 < len(shifts):
                 self._product(half_Nss, s_Nss, factor_Nss)
                 self._product(s_Nss, factor_Nss, half_Nss)
@@ -138,50 +142,50 @@ class Program:
                 self._product(more_Nss, all_Nss, p_Nss)
                 all_Nss, more_Nss = more_Nss, all_Nss
         found = [torch.empty_like(x_Nmn) for x_Nmn in self.stacks]
-        for x_Nmn, out_Nmn, every_Nss in zip(self.stacks, found, self._whole(all_Nss).split(counts), strict=True):
-            self._do(torch.bmm, *((x_Nmn, every_Nss) if is_tall(x_Nmn) else (every_Nss, x_Nmn)), out=out_Nmn)
+        for x_Nmn, out_Nmn, full_Nss in zip(self.stacks, found, self._assembled(all_Nss).split(counts), strict=True):
+            self._record(torch.bmm, *((x_Nmn, full_Nss) if is_tall(x_Nmn) else (full_Nss, x_Nmn)), out=out_Nmn)
         return found
 
-    def _rows(self, x_Nmn: Tensor) -> Blocks:
+    def _rows(self, x_Nmn: Tensor) -> Tiles:
         return {(i, -1): (x_Nmn.mT if is_tall(x_Nmn) else x_Nmn)[:, band] for i, band in enumerate(self.bands)}
 
-    def _symmetric(self, count: int) -> Blocks:
+    def _symmetric(self, count: int) -> Tiles:
         """Room for symmetric matrices; blocks below the diagonal are views of those above."""
-        found: Blocks = {}
+        found: Tiles = {}
         for i, j in itertools.combinations_with_replacement(range(len(self.sizes)), 2):
             block = self.like.new_empty((count, self.sizes[i], self.sizes[j]))
             found |= {(j, i): block.mT, (i, j): block}
         return found
 
-    def _whole(self, s_Nss: Blocks) -> Tensor:
+    def _assembled(self, s_Nss: Tiles) -> Tensor:
         """The same in one piece: products with other matrices are faster so."""
         if len(self.bands) == 1:
             return s_Nss[0, 0]
         whole_Nss = self.whole_Nss[: len(s_Nss[0, 0])]
         for (i, j), block in s_Nss.items():
-            self._do(whole_Nss[:, self.bands[i], self.bands[j]].copy_, block)
+            self._record(whole_Nss[:, self.bands[i], self.bands[j]].copy_, block)
         return whole_Nss
 
-    def _product(self, out: Blocks, a: Blocks, b: Blocks | None = None, plus: float = 0.0) -> None:
+    def _product(self, out: Tiles, a: Tiles, b: Tiles | None = None, plus: float = 0.0) -> None:
         """A B + plus I, for a symmetric A B: A and B are symmetric and commute, or B is left out and means A^T."""
         b = {(k, i): block.mT for (i, k), block in a.items()} if b is None else b
         first, *rest = sorted({k for _, k in a})
         for (i, j), block in out.items():
             if i <= j:  # the others are views of these
-                self._do(torch.bmm, a[i, first], b[first, j], out=block)
+                self._record(torch.bmm, a[i, first], b[first, j], out=block)
                 for k in rest:
-                    self._do(block.baddbmm_, a[i, k], b[k, j])
+                    self._record(block.baddbmm_, a[i, k], b[k, j])
             if i == j and plus:
-                self._do(block.diagonal(dim1=-2, dim2=-1).add_, plus)
+                self._record(block.diagonal(dim1=-2, dim2=-1).add_, plus)
 
-    def _do(self, operation: Callable[..., object], *given: object, **options: object) -> None:
+    def _record(self, operation: Callable[..., object], *given: object, **options: object) -> None:
         self.operations.append(functools.partial(operation, *given, **options))
 
 
 def multiplications(rows: int, cols: int, steps: int, dtype: torch.dtype, device: torch.device) -> float:
     """In the products for one matrix, by the route that it takes."""
     short, long = sorted((rows, cols))
-    blocks = block_count(short, device)
+    blocks = tile_rows(short, device)
     wide = dtype in (torch.float32, torch.float64)
     symmetric = (blocks + 1) / (2 * blocks) if wide else 1.0  # so much of a symmetric product is computed
     large, cube = short * short * long, short**3

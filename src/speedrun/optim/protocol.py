@@ -1,4 +1,4 @@
-"""What a trainer may ask of any optimizer here, in one process or in several."""
+"""The methods that a trainer may call on any optimizer here, in one process or in several."""
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from speedrun.optim.state import Group, States, by_name, copied, fitted, params_of, put_back, require, untraced
+from speedrun.optim.state import Group, States, by_name, clone, load_by_name, match_groups, params_of, require, untraced
 
 
 @runtime_checkable
@@ -67,30 +67,20 @@ class TrainerOptimizer(Protocol):
         """The sums of `numbers` over all ranks. Called, if at all, after the last backward pass of a step."""
 
 
-class Saving:
+class StateDictMethods:
     """`state_dict` and `load_state_dict` with the hooks of `torch.optim.Optimizer`.
 
-    Loading has two parts, so that an optimizer of several refuses a state before the first of them has changed.
+    Loading has two parts, so that an optimizer of several refuses a state before the first of them has changed. A
+    subclass has `_save`, which returns what `state_dict` does when there are no hooks; `_check`, which returns
+    everything that is needed to load a state_dict, or raises ValueError; and `_load`, which loads what that returned.
     """
-
-    def _saved(self) -> dict[str, Any]:
-        """What `state_dict` returns when there are no hooks."""
-        raise NotImplementedError
-
-    def _checked(self, state_dict: dict[str, Any]) -> Any:
-        """Everything that `_take` needs to load it; ValueError if that cannot be done."""
-        raise NotImplementedError
-
-    def _take(self, checked: Any) -> None:
-        """Load what `_checked` returned."""
-        raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
         """In torch's layout; see docs/optimizers.md."""
         own: Any = self
         for before in own._optimizer_state_dict_pre_hooks.values():
             before(self)
-        found = self._saved()
+        found: dict[str, Any] = own._save()
         for after in own._optimizer_state_dict_post_hooks.values():
             changed = after(self, found)
             found = found if changed is None else changed
@@ -99,9 +89,9 @@ class Saving:
     @untraced
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a copy of what `state_dict` returned; ValueError, and nothing is changed, if it does not fit."""
-        self.take(self.check(state_dict))
+        self.load_checked(self.check_state_dict(state_dict))
 
-    def check(self, state_dict: dict[str, Any]) -> Any:
+    def check_state_dict(self, state_dict: dict[str, Any]) -> Any:
         """The first part of loading: it changes nothing, and all ranks of a mesh must call it together."""
         own: Any = self
         state_dict = copy.copy(state_dict)
@@ -109,17 +99,17 @@ class Saving:
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
         with torch.no_grad():
-            return self._checked(state_dict)
+            return own._check(state_dict)
 
-    def take(self, checked: Any) -> None:
-        """The second part of loading: make what `check` returned the state."""
+    def load_checked(self, checked: Any) -> None:
+        """The second part of loading: make what `check_state_dict` returned the state."""
         own: Any = self
-        self._take(checked)
+        own._load(checked)
         for after in own._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
 
-class InOneProcess:
+class SingleProcess:
     """The part of `TrainerOptimizer` that is the same for all optimizers of one process."""
 
     param_groups: list[Group]
@@ -135,13 +125,13 @@ class InOneProcess:
 
     def load_full_state_dict(self, states: States) -> None:
         """Load what `full_state_dict` returned; the weights must be those that the state belongs to."""
-        put_back(self.param_groups, self.state, states)
+        load_by_name(self.param_groups, self.state, states)
         for member in self.members():
-            member.trust_remainders()
+            member.rebase_mantissas()
 
     def copy_state(self, source: Tensor, target: Tensor) -> None:
         """Replace the state of `target` by a copy of the state of `source`, a parameter of the same shape."""
-        self.state[target] = copied(self.state.get(source, {}), target.device)
+        self.state[target] = clone(self.state.get(source, {}), target.device)
 
     def clip_grad_norm_(self, max_norm: float, parameters: Iterable[Tensor] | None = None) -> Tensor:
         """See `TrainerOptimizer`: `torch.nn.utils.clip_grad_norm_`."""
@@ -158,7 +148,7 @@ class InOneProcess:
         return list(numbers)
 
 
-class Foreign(InOneProcess):
+class Foreign(SingleProcess):
     """A `torch.optim.Optimizer` of another package: each parameter is its own master, and gradients are not checked."""
 
     def __init__(self, optimizer: Any) -> None:
@@ -170,16 +160,15 @@ class Foreign(InOneProcess):
     def members(self) -> list[Any]:
         return []
 
-    def check(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def check_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """In our order, which is the only one that `load_state_dict` of torch knows."""
-        own = self.optimizer.param_groups
-        groups = []
-        for (saved, ids), group in zip(fitted(state_dict, own, type(self.optimizer).__name__), own, strict=True):
+        own, groups = self.optimizer.param_groups, []
+        for (saved, ids), group in zip(match_groups(state_dict, own, type(self.optimizer).__name__), own, strict=True):
             names = {"param_names": group["param_names"]} if "param_names" in group else {}
             groups.append({**saved, "params": ids, **names})
         return {**state_dict, "param_groups": groups}
 
-    def take(self, checked: dict[str, Any]) -> None:
+    def load_checked(self, checked: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(checked)
 
     def reset(self) -> None:
@@ -196,13 +185,13 @@ class Foreign(InOneProcess):
         raise ValueError(f"{type(self.optimizer).__name__} does not say how large its state gets.")
 
 
-def adapted(optimizer: Any) -> Any:
+def adapt(optimizer: Any) -> Any:
     """The optimizer itself if it is one of this package, otherwise a `Foreign` around it."""
     return optimizer if hasattr(optimizer, "load_full_state_dict") else Foreign(optimizer)
 
 
 def shared_defaults(optimizers: Sequence[Any]) -> Group:
-    """The defaults that all have, and the momentum of some: OneCycleLR and CyclicLR ask for it, or for betas."""
+    """The defaults that all have, and the momentum of some: OneCycleLR and CyclicLR need it, or betas."""
     first, *others = [optimizer.defaults for optimizer in optimizers]
     shared = {key: value for key, value in first.items() if all(key in other for other in others)}
     momenta = [{"momentum": known["momentum"]} for known in (first, *others) if "momentum" in known]

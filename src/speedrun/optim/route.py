@@ -23,10 +23,10 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from speedrun.optim.arguments import require_choice
 from speedrun.optim.blocks import Blocks
-from speedrun.optim.state import require
 
-Place = Literal["muon", "adam", "frozen"]
+Destination = Literal["muon", "adam", "frozen"]
 TABLE_WORDS = ("embed", "wte", "wpe", "lookup")
 HEAD_WORDS = ("head", "lm_head", "logits", "classifier", "unembed")
 
@@ -35,7 +35,7 @@ HEAD_WORDS = ("head", "lm_head", "logits", "classifier", "unembed")
 class Route:
     name: str
     parameter: nn.Parameter
-    place: Place
+    to: Destination
     part: str  # the group it is in: matrices, banks, tables, head, low rank, vectors
     reason: str
     transposed: bool = False  # stored as inputs x outputs
@@ -56,14 +56,14 @@ class Plan:
     def adam(self) -> list[dict[str, Any]]:
         return self._groups("adam")
 
-    def _groups(self, place: str) -> list[dict[str, Any]]:
+    def _groups(self, to: str) -> list[dict[str, Any]]:
         parts: dict[str, list[Route]] = {}
         for r in self.routes:
-            if r.place == place:
+            if r.to == to:
                 parts.setdefault(r.part, []).append(r)
         return [
             {"params": [(r.name, r.parameter) for r in routes], "part": part}
-            | ({"matrix": "batch"} if part == "banks" and place == "muon" else {})
+            | ({"matrix": "batch"} if part == "banks" and to == "muon" else {})
             | ({"transposed": [r.transposed for r in routes]} if any(r.transposed for r in routes) else {})
             | ({"blocks": [r.blocks for r in routes]} if any(r.blocks != 1 for r in routes) else {})
             for part, routes in parts.items()
@@ -71,27 +71,27 @@ class Plan:
 
     def __str__(self) -> str:
         rows = [("to", "parameter", "shape", "why")]
-        rows += [(r.place, r.name, "x".join(map(str, r.parameter.shape)) or "scalar", r.reason) for r in self.routes]
+        rows += [(r.to, r.name, "x".join(map(str, r.parameter.shape)) or "scalar", r.reason) for r in self.routes]
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows]
-        for place in get_args(Place):
-            members = [r for r in self.routes if r.place == place]
+        for to in get_args(Destination):
+            members = [r for r in self.routes if r.to == to]
             if members:
                 total = sum(r.parameter.numel() for r in members)
-                lines.append(f"{place}: {len(members)} tensors, {total:,} parameters")
+                lines.append(f"{to}: {len(members)} tensors, {total:,} parameters")
         return "\n".join(lines)
 
 
 def route(
-    model: nn.Module, override: Mapping[str, Place] | None = None, blocks: Mapping[str, Blocks] | None = None
+    model: nn.Module, override: Mapping[str, Destination] | None = None, blocks: Mapping[str, Blocks] | None = None
 ) -> Plan:
     """Decide for every parameter of `model`; the last matching pattern of `override`, and of `blocks`, wins.
 
     ValueError when nothing is left for Muon, or when a pattern matches nothing: mistakes that would go unnoticed.
     """
     override, blocks = dict(override or {}), dict(blocks or {})
-    for pattern, place in override.items():
-        require(place in get_args(Place), f"override[{pattern!r}]", place, "one of: " + ", ".join(get_args(Place)))
+    for pattern, to in override.items():
+        require_choice(f"override[{pattern!r}]", to, Destination)
     known = _Known.of(model)
     head, why_head, doubt = _output_layer(model, known)
     if doubt and not _last_match(doubt, override):
@@ -102,9 +102,9 @@ def route(
         )
     routes = []
     for name, p in known.named:
-        place, part, reason = _default(name, p, known)
-        if p is head and place == "muon":
-            place, part, reason = "adam", "head", why_head
+        to, part, reason = _default(name, p, known)
+        if p is head and to == "muon":
+            to, part, reason = "adam", "head", why_head
         if id(p) in known.tied:
             reason += f", tied with {known.tied[id(p)]}"
         match = _last_match(name, override)
@@ -114,13 +114,13 @@ def route(
                 raise ValueError(
                     f"override[{match!r}] sends {name} to Muon, but it has {p.ndim} dimensions and Muon needs 2."
                 )
-            if wanted != place:
+            if wanted != to:
                 part = "matrices" if wanted == "muon" else "others"
-            place, reason = wanted, f"override {match!r}"
-        routes.append(_as_muon_reads_it(Route(name, p, place, part, reason), known, blocks))
+            to, reason = wanted, f"override {match!r}"
+        routes.append(_as_muon_reads_it(Route(name, p, to, part, reason), known, blocks))
     plan = Plan(tuple(routes))
     _refuse_unused("override", override, [r.name for r in routes], routes[0].name if routes else "")
-    _refuse_unused("blocks", blocks, [r.name for r in routes if r.place == "muon"], "")
+    _refuse_unused("blocks", blocks, [r.name for r in routes if r.to == "muon"], "")
     if not plan.muon:
         raise ValueError(
             f"No parameter is left for Muon, so this model would train with Adam alone:\n{plan}\n"
@@ -131,7 +131,7 @@ def route(
 
 @dataclass(frozen=True)
 class _Known:
-    """What the types of a model's modules tell about its parameters, by their `id`."""
+    """What follows from the types of a model's modules about its parameters, by their `id`."""
 
     named: list[tuple[str, nn.Parameter]]
     tables: dict[int, int]  # with their rows
@@ -170,8 +170,8 @@ def _refuse_unused(what: str, patterns: Mapping[str, Any], names: list[str], exa
 
 
 def _as_muon_reads_it(route: Route, known: _Known, blocks: Mapping[str, Blocks]) -> Route:
-    """With what Muon must know of the way in which a matrix is stored, and that in the reason."""
-    if route.place != "muon":
+    """With `transposed` and `blocks`, which are added to the reason."""
+    if route.to != "muon":
         return route
     reason, turned = route.reason, known.transposed.get(id(route.parameter))
     if turned:
@@ -204,7 +204,7 @@ def _output_layer(model: nn.Module, known: _Known) -> tuple[Tensor | None, str, 
     return None, "", matrices[-1][0] if matrices else ""
 
 
-def _default(name: str, p: nn.Parameter, known: _Known) -> tuple[Place, str, str]:
+def _default(name: str, p: nn.Parameter, known: _Known) -> tuple[Destination, str, str]:
     if not p.requires_grad:
         return "frozen", "frozen", "requires no gradient"
     if p.ndim < 2:
@@ -212,7 +212,8 @@ def _default(name: str, p: nn.Parameter, known: _Known) -> tuple[Place, str, str
     if name.endswith("bias"):
         return "adam", "vectors", "a bias"
     if any(part.lower().startswith("lora_") for part in name.split(".")):
-        # Its product with the other factor changes by more than a step of Muon is meant to: sqrt(rows / rank) more.
+        # LoRA (Hu et al., https://arxiv.org/abs/2106.09685): the product of the factors would change by
+        # sqrt(rows / rank) more than a step of Muon is meant to change a matrix.
         return "adam", "low rank", "low-rank factor (LoRA)"
     if id(p) in known.tables:
         return "adam", "tables", "embedding table"
@@ -249,5 +250,5 @@ def _has(name: str, words: tuple[str, ...]) -> bool:
 
 
 def _inside_head(part: str, word: str) -> bool:
-    """`heads` and `multihead` speak of attention, not of the head that makes logits."""
+    """`heads` and `multihead` are words of attention, not of the head that makes logits."""
     return word == "head" and ("heads" in part or "multihead" in part)

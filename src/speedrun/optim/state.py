@@ -1,4 +1,4 @@
-"""Parameters by name, and what optimizers know of them: the form in which checkpoints store optimizer state."""
+"""Parameters and their state by name: the form in which checkpoints store optimizer state."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar
@@ -43,16 +43,16 @@ def by_name(groups: list[Group], states: Mapping[Tensor, Any]) -> States:
     }
 
 
-def put_back(groups: list[Group], states: MutableMapping[Tensor, Any], saved: States) -> None:
+def load_by_name(groups: list[Group], states: MutableMapping[Tensor, Any], saved: States) -> None:
     """Make a copy of what `by_name` gave the state of the parameters; the order of groups does not matter."""
     for number, group in enumerate(groups):
         for name, p in named(group, number):
             states.pop(p, None)
             if saved.get(name):
-                states[p] = copied(saved[name], p.device)
+                states[p] = clone(saved[name], p.device)
 
 
-def copied(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
+def clone(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """A state with tensors of its own. Steps are counted on the CPU, the rest is where the parameter is."""
     return {
         key: value.to("cpu" if key == "step" else device, copy=True) if torch.is_tensor(value) else value
@@ -60,7 +60,7 @@ def copied(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
     }
 
 
-def packed(groups: list[Group], states: Mapping[Any, Any]) -> dict[str, Any]:
+def pack(groups: list[Group], states: Mapping[Any, Any]) -> dict[str, Any]:
     """The layout of a state_dict in torch: parameters by number, in the order of the groups."""
     number: dict[Tensor, int] = {}
     for position, p in enumerate(params_of(groups)):
@@ -71,7 +71,7 @@ def packed(groups: list[Group], states: Mapping[Any, Any]) -> dict[str, Any]:
     }
 
 
-def fitted(state_dict: Any, groups: list[Group], who: str) -> list[tuple[Group, list[Any]]]:
+def match_groups(state_dict: Any, groups: list[Group], who: str) -> list[tuple[Group, list[Any]]]:
     """For each of `groups` the saved group that fits, and the numbers of its parameters in our order.
 
     By name where both sides have names, whatever wraps one of the models; otherwise by order, as in torch. A
@@ -98,12 +98,12 @@ def fitted(state_dict: Any, groups: list[Group], who: str) -> list[tuple[Group, 
     return [(group, list(group["params"])) for group in saved]
 
 
-def shaped_as(own: Any, saved: Any) -> Any:
+def as_tuples(own: Any, saved: Any) -> Any:
     """A saved value with tuples where our own has some: torch.distributed.checkpoint makes lists of them."""
     if isinstance(own, tuple) and isinstance(saved, list):
         return tuple(saved)
     if isinstance(own, list) and isinstance(saved, list) and len(own) == len(saved):
-        return [shaped_as(*pair) for pair in zip(own, saved, strict=True)]
+        return [as_tuples(*pair) for pair in zip(own, saved, strict=True)]
     return saved
 
 
@@ -155,7 +155,7 @@ def _misfit(mine: list[list[str]], theirs: list[list[str]]) -> str:
     return f"{what}. Build the optimizer with the same parameters in the same groups; their order does not matter"
 
 
-def evaluate(closure: Callable[[], Loss] | None) -> Loss | None:
+def call_closure(closure: Callable[[], Loss] | None) -> Loss | None:
     """The loss of a `step(closure)`."""
     if closure is None:
         return None

@@ -12,7 +12,7 @@ from speedrun.optim.state import Group, value_at
 
 @dataclass
 class Work:
-    """One parameter that has a gradient, with everything a step needs to know of it."""
+    """One parameter that has a gradient, with its state, group and name."""
 
     param: Tensor
     grad: Tensor
@@ -24,7 +24,7 @@ class Work:
 
     @property
     def home(self) -> Any:
-        """The parameter as the optimizer knows it."""
+        """The parameter as it is in the group: the key of its state."""
         return self.param if self.sharded is None else self.sharded
 
     @property

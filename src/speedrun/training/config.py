@@ -151,8 +151,8 @@ class Options:
     """With several processes: seconds to wait for one that hangs; four times as long while they compile."""
     backend: Annotated[str, Meta(pattern="^(auto|gloo|nccl)$")] = "auto"
     """With several processes: auto, gloo or nccl; auto takes nccl on GPUs."""
-    order: Annotated[str, Meta(pattern="^(eager|interleaved|plain)$")] = "eager"
-    """With several processes: in which order a step exchanges and computes: eager, interleaved or plain."""
+    order: Annotated[str, Meta(pattern="^(eager|interleaved|sequential)$")] = "eager"
+    """With several processes: in which order a step exchanges and computes: eager, interleaved or sequential."""
     trace: Count = 0
     """Steps to record with torch.profiler, a file per process in the run folder. `--trace` alone: 20 steps."""
     curve: PublishedCurve | None = None

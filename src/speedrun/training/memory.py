@@ -267,7 +267,7 @@ def check_rows(memory: Memory, recipe: Recipe, there: int) -> None:
 
 
 def checkpoint_bytes(recipe: Recipe, parameters: list[nn.Parameter], states: dict[Any, int]) -> int:
-    """A checkpoint holds exact weights as float32, in place of their remainders."""
+    """A checkpoint holds exact weights as float32, in place of their mantissas."""
     exact = recipe.optim.weights == "exact-bf16"
     total = 0
     for p in parameters:

@@ -269,7 +269,8 @@ def _build_muon(
         kind(
             [group], lr=m.lr, momentum=m.momentum, nesterov=m.nesterov, momentum_form=m.momentum_form,
             method=method, steps=m.steps,
-            coefficients=NEWTON_SCHULZ_PER_STEP if per_step else None, scale=m.scale, weight_decay=m.weight_decay,
+            coefficients=NEWTON_SCHULZ_PER_STEP if per_step else None,
+            scale=None if m.scale == "none" else m.scale, weight_decay=m.weight_decay,
             decay=m.decay, decay_by=m.decay_by, update_ema=m.update_ema, update_floor=m.update_floor,
             exact_bf16=config.weights == "exact-bf16", **options,
         )

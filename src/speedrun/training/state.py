@@ -33,7 +33,7 @@ def save(trainer: Trainer, state: TrainState, done: int) -> None:
     weights = {f"model.{name}": exact(trainer, p) for name, p in trainer.model.named_parameters()}
     if comm.rank == 0:
         for known in states.values():
-            for key in ("remainder", "checksum"):  # the exact weights are stored, in place of their upper halves
+            for key in ("mantissa", "checksum"):  # the exact weights are stored, in place of their upper halves
                 known.pop(key, None)
         tensors, numbers = checkpoint.flatten(states)
         description = {

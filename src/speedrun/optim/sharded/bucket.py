@@ -18,7 +18,7 @@ from speedrun.optim.exact_bf16 import join
 from speedrun.optim.sharded.comm import Comm
 from speedrun.optim.sharded.order import Op
 from speedrun.optim.sharded.plan import BucketPlan, Kind, Member, ParamRef, Slot
-from speedrun.optim.state import States, copied
+from speedrun.optim.state import States, clone
 from speedrun.optim.work import Work
 
 
@@ -29,7 +29,7 @@ class Bucket:
         self.plan, self.comm = plan, comm
         self.label, self.refs = plan.label, plan.refs
         self.divisor = divisor  # of the gradients' sum over the ranks
-        self.homes = self._move_in() if comm.size > 1 else []
+        self.views = self._flatten() if comm.size > 1 else []
         self.locals = [(slot, self._local(slot)) for slot in plan.slots[comm.rank]]  # what this rank trains
         self.pending: Any = None  # a collective that may not have arrived
         self.launched, self.arrived = False, 0  # whether the reduction has begun; gradients in this backward pass
@@ -42,55 +42,55 @@ class Bucket:
     # ------------------------------------------------------------------- memory
 
     @cached_property
-    def whole(self) -> Tensor:
+    def full_grad(self) -> Tensor:
         """The gradients of this rank, of which each `.grad` becomes a view; the gaps are zero."""
-        return self.refs[0].param.new_zeros(self.plan.whole, dtype=self.plan.dtype)
+        return self.refs[0].param.new_zeros(self.plan.numel, dtype=self.plan.dtype)
 
     @cached_property
-    def part(self) -> Tensor:
+    def local_grad(self) -> Tensor:
         """The sum over the ranks, of what this rank trains, once `reduce` has arrived; the gaps are zero."""
         return self.refs[0].param.new_zeros(self.plan.chunk, dtype=self.plan.dtype)
 
     @cached_property
     def _gradient_views(self) -> list[tuple[ParamRef, Tensor]]:
-        return self._views(self.whole)
+        return self._views(self.full_grad)
 
     def _views(self, flat: Tensor) -> list[tuple[ParamRef, Tensor]]:
-        places = self.plan.places().items()
-        return [(ref, shaped(flat[start : start + ref.param.numel()], ref.param)) for ref, start in places]
+        places = self.plan.offsets().items()
+        return [(ref, view_like(flat[start : start + ref.param.numel()], ref.param)) for ref, start in places]
 
-    def _move_in(self) -> list[tuple[ParamRef, Tensor]]:
+    def _flatten(self) -> list[tuple[ParamRef, Tensor]]:
         """Move the parameters into one flat buffer, where the weights of other ranks arrive; returns their places."""
         first = self.refs[0].param
-        itself = self.plan.alone and first.is_contiguous()
-        self.weights = first.data.view(-1) if itself else first.new_zeros(self.plan.whole)
-        homes = self._views(self.weights)
-        for ref, home in homes:
-            ref.param.data = home.copy_(ref.param.data)
-        return homes
+        itself = self.plan.is_single and first.is_contiguous()
+        self.weights = first.data.view(-1) if itself else first.new_zeros(self.plan.numel)
+        views = self._views(self.weights)
+        for ref, view in views:
+            ref.param.data = view.copy_(ref.param.data)
+        return views
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def restore_views(self) -> None:
         """Move parameters back whose memory was replaced since, as by `p.data = x` or `model.to(...)`."""
-        for ref, home in self.homes:
+        for ref, view in self.views:
             p = ref.param
-            if memory_of(p) == memory_of(home):
+            if memory_key(p) == memory_key(view):
                 continue
-            was, now = (f"{tuple(x.shape)} of {x.dtype} on {x.device}" for x in (home, p))
+            was, now = (f"{tuple(x.shape)} of {x.dtype} on {x.device}" for x in (view, p))
             if was != now:
                 raise ValueError(
                     f"{ref.name} was {was} when Interleaved was made, and is {now} now. Change the model first, then "
                     "make its optimizers and Interleaved."
                 )
-            if not torch.equal(p, home):
-                home.copy_(p)
-                increment_version(p)  # a remainder belongs to the value before
-            p.data = home
+            if not torch.equal(p, view):
+                view.copy_(p)
+                increment_version(p)  # a mantissa belongs to the value before
+            p.data = view
 
     def pack(self) -> Tensor:
-        """This rank's gradients in one piece. Those that are not in `whole` yet are copied there, all at once."""
+        """This rank's gradients in one piece. Those that are not in `full_grad` yet are copied there, all at once."""
         first = self.refs[0].param.grad
-        if self.plan.alone and first is not None and first.is_contiguous():
+        if self.plan.is_single and first is not None and first.is_contiguous():
             return first.view(-1)
         found = [(ref.param, ref.param.grad, view) for ref, view in self._gradient_views]
         missing = [view for _, grad, view in found if grad is None]
@@ -100,9 +100,9 @@ class Bucket:
         if fresh:
             torch._foreach_copy_([view for _, _, view in fresh], [grad for _, grad, _ in fresh])
         for p, _, view in fresh:
-            if (p.dtype, p.device) == (view.dtype, view.device):  # an optimizer of others may have several
+            if (p.dtype, p.device) == (view.dtype, view.device):  # an optimizer of another package may mix them
                 p.grad = view
-        return self.whole
+        return self.full_grad
 
     # -------------------------------------------------------------- the four operations
 
@@ -142,29 +142,29 @@ class Bucket:
 
     def reduce(self) -> None:
         """Launch the sum of the gradients over the ranks; each receives its part."""
-        self.pending = self.comm.reduce_scatter(self.part, self.pack())
+        self.pending = self.comm.reduce_scatter(self.local_grad, self.pack())
 
     def update(self, finite: float | Tensor) -> None:
         """Train this rank's part of the parameters that have a gradient on any rank."""
         if self.divisor != 1:
-            self.part.div_(self.divisor)
+            self.local_grad.div_(self.divisor)
         work: dict[Member, list[Work]] = defaultdict(list)
         for slot, local in self.locals:
             if slot.ref.param in self.trained:
-                grad = shaped(slot.of(self.part), local).to(local)
+                grad = view_like(slot.of(self.local_grad), local).to(local)
                 work[slot.ref.member].append(slot.ref.work(local, grad))
         for member, of_member in work.items():
             member._update(of_member, finite)
 
     def gather(self) -> None:
         """Launch the all-gather of the updated weights, right into the parameters."""
-        if self.homes:
+        if self.views:
             mine = self.weights[self.comm.rank * self.plan.chunk :][: self.plan.chunk]
             self.pending = self.comm.all_gather(self.weights, mine)
 
     def finish(self) -> None:
-        """Weights have arrived behind autograd's back; tell it."""
-        increment_version([ref.param for ref, _ in self.homes if self.local(ref) is None])
+        """Count the write of the weights that have arrived, which autograd has not seen."""
+        increment_version([ref.param for ref, _ in self.views if self.local(ref) is None])
 
     def end(self) -> None:
         """Wait for what is under way, and forget the step."""
@@ -174,7 +174,7 @@ class Bucket:
 
     def summed(self) -> Tensor:
         """The summed gradients of this rank's part, once `reduce` has arrived."""
-        return self.part
+        return self.local_grad
 
     def square_sum(self) -> float:
         """This rank's contribution to the squared norm of the summed gradients."""
@@ -230,17 +230,20 @@ class Bucket:
     def checked_states(self, saved: States) -> States:
         """Copies of what this rank had saved, as it is kept here; ValueError if that does not fit."""
         kept = [(slot.ref, local, saved[slot.ref.name]) for slot, local in self.locals if saved[slot.ref.name]]
-        return {ref.name: ref.member._own_state_from(state, ref.name, local, ref.group) for ref, local, state in kept}
+        return {
+            ref.name: ref.member._state_from(state, ref.name, local, ref.group, rebased=True)
+            for ref, local, state in kept
+        }
 
     def load_state(self, states: States, *, full: bool) -> None:
         """Replace this rank's state by a copy: of its part of full states, or of what this rank had saved."""
-        self.settle()
+        self.restore_views()
         for slot, local in self.locals:
             member, saved = slot.ref.member, states.get(slot.ref.name)
             member.state.pop(local, None)
             if saved:
-                member.state[local] = copied(self.shard_state(slot, saved) if full else saved, local.device)
-            member.trust_remainder(local)
+                member.state[local] = clone(self.shard_state(slot, saved) if full else saved, local.device)
+            member.rebase_mantissa(local)
 
     def master(self, ref: ParamRef) -> Tensor:
         """The exact value of a parameter on all ranks, which must all call this."""
@@ -262,12 +265,12 @@ class Bucket:
 
     def set_master(self, ref: ParamRef, value: Tensor) -> None:
         ref.member.set_master(ref.param, value)
-        if ref.exact and self.local(ref) is not ref.param:  # the remainder is for those who train it
+        if ref.exact and self.local(ref) is not ref.param:  # the mantissa is for those who train it
             whole = ref.member.state.pop(ref.param)
             for slot, local in self.locals:
                 if slot.ref is ref:
-                    ref.member.state[local] |= copied(self.shard_state(slot, whole), local.device)
-                    ref.member.trust_remainder(local)
+                    ref.member.state[local] |= clone(self.shard_state(slot, whole), local.device)
+                    ref.member.rebase_mantissa(local)
 
 
 class OwnedBucket(Bucket):
@@ -276,27 +279,27 @@ class OwnedBucket(Bucket):
     def square_sum(self) -> float:
         """Without the gaps: how a sum is rounded depends on where its terms lie."""
         numels = [sum(slot.numel for slot in slots) for slots in self.plan.slots]
-        rest = self.part.new_zeros(max(numels) - numels[self.comm.rank])
-        return float(torch.cat([*(slot.of(self.part) for slot, _ in self.locals), rest]).float().square().sum())
+        rest = self.local_grad.new_zeros(max(numels) - numels[self.comm.rank])
+        return float(torch.cat([*(slot.of(self.local_grad) for slot, _ in self.locals), rest]).float().square().sum())
 
 
 class RowShardedBucket(Bucket):
     """One table, of which each rank trains some rows."""
 
-    def _move_in(self) -> list[tuple[ParamRef, Tensor]]:
+    def _flatten(self) -> list[tuple[ParamRef, Tensor]]:
         self.refs[0].param.data = self.refs[0].param.data.contiguous()
-        return super()._move_in()
+        return super()._flatten()
 
     def _local(self, slot: Slot) -> Tensor:
         return slot.ref.param.detach()[slice(*slot.rows)]  # shares memory and version counter with the parameter
 
     def finish(self) -> None:
-        increment_version([ref.param for ref, _ in self.homes])
+        increment_version([ref.param for ref, _ in self.views])
         for slot, local in self.locals:
-            slot.ref.member.trust_remainder(local)  # other rows of the same memory were written, not these
+            slot.ref.member.rebase_mantissa(local)  # other rows of the same memory were written, not these
 
     def summed(self) -> Tensor:
-        return self.part[: sum(slot.numel for slot, _ in self.locals)]
+        return self.local_grad[: sum(slot.numel for slot, _ in self.locals)]
 
     def _holders(self, ranks: list[int]) -> list[int]:
         return ranks
@@ -306,18 +309,18 @@ class RowShardedBucket(Bucket):
 
     def _exact(self, ref: ParamRef) -> Tensor:
         ((_, local),) = self.locals
-        remainder = ref.member.state.get(local, {}).get("remainder")
-        return local.float() if remainder is None else join(local, remainder)
+        mantissa = ref.member.state.get(local, {}).get("mantissa")
+        return local.float() if mantissa is None else join(local, mantissa)
 
 
 class ReplicatedBucket(Bucket):
     """Small tensors, and those of other packages' optimizers, which every rank trains alike."""
 
-    def _move_in(self) -> list[tuple[ParamRef, Tensor]]:
+    def _flatten(self) -> list[tuple[ParamRef, Tensor]]:
         return []
 
     def reduce(self) -> None:
-        self.pending = self.comm.all_reduce(self.part.copy_(self.pack()))
+        self.pending = self.comm.all_reduce(self.local_grad.copy_(self.pack()))
 
     def square_sum(self) -> float:
         return super().square_sum() if self.comm.rank == 0 else 0.0  # every rank has the same
@@ -329,11 +332,11 @@ class ReplicatedBucket(Bucket):
 BUCKETS: dict[Kind, type[Bucket]] = {"owned": OwnedBucket, "rows": RowShardedBucket, "replicated": ReplicatedBucket}
 
 
-def shaped(flat: Tensor, like: Tensor) -> Tensor:
+def view_like(flat: Tensor, like: Tensor) -> Tensor:
     """A flat piece of memory in the shape of a tensor, with that one's order in memory if it is dense."""
     return flat.as_strided(like.shape, torch.empty_like(like, device="meta").stride())
 
 
-def memory_of(x: Tensor) -> tuple[Any, ...]:
+def memory_key(x: Tensor) -> tuple[Any, ...]:
     """Equal for tensors that are the same place in the same memory."""
     return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype

@@ -10,7 +10,7 @@ import torch.distributed.nn.functional  # before there is a group: its default a
 from torch import Tensor
 
 
-class Arrived:
+class CompletedWork:
     """A collective of one rank, which sends nothing."""
 
     def wait(self) -> None:
@@ -24,7 +24,7 @@ class Comm:
     group: Any = None
     rank: int = 0
     size: int = 1
-    aside: Any = None
+    small_group: Any = None
     """A weak reference to a second group, for small messages, which must not queue behind large ones.
 
     What keeps a group alive beyond `destroy_process_group` keeps its threads, too. One that lets go of a tensor while
@@ -44,7 +44,7 @@ class Comm:
         """`out` becomes this rank's part of the sum of `whole` over the ranks."""
         if self.size == 1:
             out.copy_(whole)
-            return Arrived()
+            return CompletedWork()
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         return scatter(out, whole, group=self.group, async_op=True)
 
@@ -54,17 +54,17 @@ class Comm:
         return gather(whole, part, group=self.group, async_op=True)
 
     def all_reduce(self, x: Tensor) -> Any:
-        return Arrived() if self.size == 1 else dist.all_reduce(x, group=self.group, async_op=True)
+        return CompletedWork() if self.size == 1 else dist.all_reduce(x, group=self.group, async_op=True)
 
     def all_reduce_small(self, x: Tensor) -> Any:
         """The sum of a small CPU tensor, on a group that no large transfer occupies."""
         if self.size == 1:
-            return Arrived()
-        group = self.aside() if self.aside else None
+            return CompletedWork()
+        group = self.small_group() if self.small_group else None
         if group is None:
             members = dist.get_process_group_ranks(self.group or dist.group.WORLD)
             group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
-            self.aside = weakref.ref(group)
+            self.small_group = weakref.ref(group)
         return dist.all_reduce(x, group=group, async_op=True)
 
     def broadcast(self, rank: int, x: Tensor) -> Tensor:

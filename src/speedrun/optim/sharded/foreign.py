@@ -4,35 +4,35 @@ from typing import Any
 
 from torch import Tensor
 
-from speedrun.optim.finite import FiniteLater
+from speedrun.optim.finite import DeferredFiniteCheck
 from speedrun.optim.protocol import Foreign
 from speedrun.optim.state import Group, params_of
 from speedrun.optim.work import Work
 
 
-class ForeignMember(FiniteLater, Foreign):
-    """What a bucket asks of `SpeedrunOptimizer`, around any `torch.optim.Optimizer`."""
+class ForeignMember(DeferredFiniteCheck, Foreign):
+    """The methods of `SpeedrunOptimizer` that a bucket calls, around any `torch.optim.Optimizer`."""
 
     def is_exact(self, p: Tensor, group: Group) -> bool:
         return False
 
-    def its_turn(self, state: dict[str, Any], group: Group) -> bool:
+    def is_due(self, state: dict[str, Any], group: Group) -> bool:
         return True
 
-    def trust_remainder(self, p: Tensor) -> None:
+    def rebase_mantissa(self, p: Tensor) -> None:
         """There is none."""
 
     def _group_from(self, saved: Group, group: Group) -> Group:
         return {key: value for key, value in saved.items() if key != "params"}
 
-    def _own_state_from(self, saved: dict[str, Any], name: str, p: Tensor, group: Group) -> dict[str, Any]:
+    def _state_from(self, saved: dict[str, Any], *args: Any, **options: Any) -> dict[str, Any]:
         """Unseen: only its optimizer knows what it keeps."""
         return saved
 
     def _update(self, work: list[Work], finite: float | Tensor) -> None:
         """Let it step on the gradients of all ranks; afterwards each `.grad` is this rank's own again.
 
-        It cannot be told to leave everything as it was, so on a GPU this waits for the answer.
+        It has no masked step that leaves everything as it was, so on a GPU this waits for `finite`.
         """
         if not float(finite):
             return

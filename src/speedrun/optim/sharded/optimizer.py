@@ -1,5 +1,8 @@
 """The sharded step: every rank trains its share, and communication overlaps with computation.
 
+After ClassicLarry's record, https://github.com/KellerJordan/modded-nanogpt/pull/190, and the proposal of Chris
+McCormick, https://github.com/KellerJordan/modded-nanogpt/discussions/170.
+
     optimizer = Interleaved(model, [NorMuon(plan.muon, lr=0.02), Adam(plan.adam, lr=0.001)])    # instead of DDP
     for part in parts[:-1]:
         with optimizer.no_sync():
@@ -33,17 +36,17 @@ from torch.optim.optimizer import Optimizer
 from torch.profiler import record_function
 
 from speedrun.optim.base import SpeedrunOptimizer
-from speedrun.optim.finite import NonFiniteGradient, all_finite, raise_last
-from speedrun.optim.protocol import Saving, TrainerOptimizer, shared_defaults
+from speedrun.optim.finite import NonFiniteGradient, all_finite, raise_deferred
+from speedrun.optim.protocol import StateDictMethods, TrainerOptimizer, shared_defaults
 from speedrun.optim.sharded.bucket import BUCKETS, Bucket
 from speedrun.optim.sharded.comm import Comm
 from speedrun.optim.sharded.foreign import ForeignMember
-from speedrun.optim.sharded.order import ORDERS, Early, Order, early_reductions, order_of
+from speedrun.optim.sharded.order import ORDERS, Early, Order, early_reductions, resolve_order
 from speedrun.optim.sharded.plan import ParamRef, param_refs, plan_buckets, state_bytes
-from speedrun.optim.state import Group, Loss, States, copied, evaluate, fitted, require, untraced
+from speedrun.optim.state import Group, Loss, States, call_closure, clone, match_groups, require, untraced
 
 
-class Interleaved(Saving, Optimizer):
+class Interleaved(StateDictMethods, Optimizer):
     """Several of this package's optimizers as one, over all ranks of a process group.
 
     Arguments:
@@ -51,7 +54,7 @@ class Interleaved(Saving, Optimizer):
         optimizers: each with its own parameters. Muon, NorMuon and Adam are shared out; any other
             `torch.optim.Optimizer` steps on all ranks alike, on the gradients of all. Groups are shared with them, so
             schedulers and your own changes take effect.
-        order: `eager`, `interleaved`, `plain`, or a list of (operation, label) of your own; `plan` has the labels.
+        order: `eager`, `interleaved`, `sequential`, or a list of (operation, label) of your own; `plan` has the labels.
         early: whose reductions begin during the backward pass: `tables` (and small tensors), or `all`. None takes
             `all` for `eager`, `tables` otherwise.
         average: `mean` divides the summed gradients by the number of ranks, as DDP does; `sum` does not, for losses
@@ -94,7 +97,7 @@ class Interleaved(Saving, Optimizer):
         self.param_groups = [group for member in self.optimizers for group in member.param_groups]
         self.divisor = average if isinstance(average, int) else self.comm.size if average == "mean" else 1
         self.plan = plan_buckets(self.refs, self.comm.size, buckets, replicate_below)
-        self.order, self._order_name = order_of(order, self.plan), order
+        self.order, self._order_name = resolve_order(order, self.plan), order
         self.buckets = [BUCKETS[plan.kind](plan, self.comm, self.divisor) for plan in self.plan]
         self._by_label = {bucket.label: bucket for bucket in self.buckets}
         # Collectives must be launched in the same order on all ranks, whichever gradient happens to be ready first.
@@ -141,8 +144,8 @@ class Interleaved(Saving, Optimizer):
                 return
             if bucket.launched or self._agreed is not None:
                 raise RuntimeError(
-                    f"A gradient of {bucket.label} came after its reduction had begun. Wrap all backward passes of a "
-                    "step but the last one in `with optimizer.no_sync():`."
+                    f"A gradient of {bucket.label} arrived after its reduction had begun. Wrap all backward passes of "
+                    "a step but the last one in `with optimizer.no_sync():`."
                 )
             bucket.arrived += 1
             if bucket.arrived == len(bucket.refs) and self._arrivals is not None:
@@ -157,7 +160,7 @@ class Interleaved(Saving, Optimizer):
     @untraced
     def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:
         """One update of every parameter that has a gradient on any rank. Gradients are left as they are."""
-        loss = evaluate(closure)
+        loss = call_closure(closure)
         try:
             self._step()
         finally:
@@ -192,9 +195,9 @@ class Interleaved(Saving, Optimizer):
         On a CPU, a gradient that is not finite is an error of `step`, before any weight changes. On a GPU the update is
         masked and the error comes with the next step, as in a single process.
         """
-        raise_last(self.optimizers)
+        raise_deferred(self.optimizers)
         for bucket in self.buckets:
-            bucket.settle()
+            bucket.restore_views()
         with record_function("compute: check agreement"):
             message = torch.cat([self._check_gradients(), torch.tensor(numbers, dtype=torch.float64)])
         with record_function("launch: reduce agreement"):
@@ -231,7 +234,7 @@ class Interleaved(Saving, Optimizer):
         """1 for each parameter with a gradient, each that this rank will change, each bad gradient; 1 at a bad rank."""
         there, turns, bad = facts = torch.zeros(3, len(self.refs), dtype=torch.float64)
         where = torch.zeros(self.comm.size, dtype=torch.float64)
-        mine = {slot.ref for bucket in self.buckets for slot, local in bucket.locals if slot.ref.its_turn(local)}
+        mine = {slot.ref for bucket in self.buckets for slot, local in bucket.locals if slot.ref.is_due(local)}
         for k, ref in enumerate(self.refs):
             g = ref.param.grad
             there[k], turns[k] = g is not None, ref in mine
@@ -249,7 +252,7 @@ class Interleaved(Saving, Optimizer):
         bad = bad.sum(dtype=torch.int32)
         self.comm.all_reduce(bad).wait()
         finite = bad == 0
-        self.optimizers[0]._ask_later(finite)
+        self.optimizers[0]._defer_check(finite)
         return finite.float()
 
     @torch.no_grad()
@@ -302,7 +305,7 @@ class Interleaved(Saving, Optimizer):
         for bucket in self.buckets:
             for ref in bucket.refs:
                 if ref.param is p:
-                    bucket.settle()
+                    bucket.restore_views()
                     return bucket, ref
         raise ValueError(f"Interleaved does not train this parameter of shape {tuple(p.shape)}.")
 
@@ -334,7 +337,7 @@ class Interleaved(Saving, Optimizer):
         (here, of), (there, to) = self._home(source), self._home(target)
         mine, local = here.local(of), there.local(to)
         if mine is not None and local is not None:
-            to.member.state[local] = copied(of.member.state.get(mine, {}), target.device)
+            to.member.state[local] = clone(of.member.state.get(mine, {}), target.device)
 
     @torch.no_grad()
     def master(self, p: Tensor) -> Tensor:
@@ -349,7 +352,8 @@ class Interleaved(Saving, Optimizer):
         bucket.set_master(ref, value)
 
     def reset(self) -> None:
-        """Drop all state, remainders included, as if no step had been made."""
+        """Drop all state, mantissas included, as if no step had been made."""
+        self.state.clear()
         for member in self.optimizers:
             member.reset()
 
@@ -357,18 +361,21 @@ class Interleaved(Saving, Optimizer):
         """How many bytes of state this rank keeps for each parameter, at most. Meta tensors are enough."""
         return state_bytes(self.plan, self.comm.rank)
 
-    def _saved(self) -> dict[str, Any]:
+    def _save(self) -> dict[str, Any]:
         """This rank's part, for the same number of ranks; `full_state_dict` is for any number."""
+        other = {key: value for key, value in self.state.items() if not torch.is_tensor(key)}
         parts = {ref.name: dict(state) for bucket in self.buckets for ref, state in bucket.states() if state}
-        name = {ref.param: ref.name for ref in self.refs}
-        groups = [{**group, "params": [name[p] for p in group["params"]]} for group in self.param_groups]
-        return {"state": parts, "param_groups": groups, "rank": self.comm.rank, "ranks": self.comm.size}
+        ranks = {"rank": self.comm.rank, "ranks": self.comm.size}
+        return {"state": other | parts, "param_groups": self._groups_by_name(), **ranks}
 
-    def _checked(self, state_dict: dict[str, Any]) -> tuple[list[Group], States]:
-        """The groups' new values, and this rank's states by name."""
+    def _groups_by_name(self) -> list[Group]:
         name = {ref.param: ref.name for ref in self.refs}
-        groups = [{**group, "params": [name[p] for p in group["params"]]} for group in self.param_groups]
-        chosen = fitted(state_dict, groups, "Interleaved")
+        return [{**group, "params": [name[p] for p in group["params"]]} for group in self.param_groups]
+
+    def _check(self, state_dict: dict[str, Any]) -> tuple[list[Group], States, dict[Any, Any]]:
+        """The groups' new values, this rank's states by name, and what belongs to no parameter."""
+        groups = self._groups_by_name()
+        chosen = match_groups(state_dict, groups, "Interleaved")
         ranks = state_dict.get("ranks"), state_dict.get("rank")
         if ranks != (self.comm.size, self.comm.rank):
             raise ValueError(
@@ -381,13 +388,17 @@ class Interleaved(Saving, Optimizer):
         mine = [n for group in groups for n in group["params"]]
         theirs = [i for _, ids in chosen for i in ids]
         states = {n: state_dict["state"].get(i, {}) for n, i in zip(mine, theirs, strict=True)}
-        return fresh, {n: state for bucket in self.buckets for n, state in bucket.checked_states(states).items()}
+        states = {n: state for bucket in self.buckets for n, state in bucket.checked_states(states).items()}
+        return fresh, states, {k: v for k, v in state_dict["state"].items() if k not in theirs}
 
-    def _take(self, checked: tuple[list[Group], States]) -> None:
+    def _load(self, checked: tuple[list[Group], States, dict[Any, Any]]) -> None:
+        groups, states, other = checked
         for bucket in self.buckets:
-            bucket.load_state(checked[1], full=False)
-        for group, fresh in zip(self.param_groups, checked[0], strict=True):
+            bucket.load_state(states, full=False)
+        for group, fresh in zip(self.param_groups, groups, strict=True):
             group.update(fresh)
+        self.state.clear()
+        self.state.update(other)
 
     def __getstate__(self) -> dict[str, Any]:
         raise ValueError(

@@ -2,8 +2,9 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
+from typing import Literal
 
+from speedrun.optim.arguments import require_choice
 from speedrun.optim.sharded.plan import BucketPlan
 from speedrun.optim.state import require
 
@@ -16,11 +17,11 @@ Early = Literal["tables", "all"]
 def early_reductions(plans: Sequence[BucketPlan], order: str | Order, early: Early | None = None) -> list[str]:
     """The buckets whose reductions begin during the backward pass; None takes `all` for `eager`, otherwise `tables`."""
     early = early or ("all" if order == "eager" else "tables")
-    require(early in get_args(Early), "early", early, "one of: " + ", ".join(get_args(Early)))
+    require_choice("early", early, Early)
     return [plan.label for plan in reversed(plans) if early == "all" or plan.kind != "owned"]
 
 
-def order_of(order: str | Order, plans: Sequence[BucketPlan]) -> Order:
+def resolve_order(order: str | Order, plans: Sequence[BucketPlan]) -> Order:
     """The table of a name, or a table as it is; ValueError unless each bucket has all of `OPS` once, in that order."""
     if isinstance(order, str):
         require(order in ORDERS, "order", order, f"one of: {', '.join(ORDERS)}, or a list")
@@ -36,7 +37,7 @@ def order_of(order: str | Order, plans: Sequence[BucketPlan]) -> Order:
     return order
 
 
-def plain(plans: Sequence[BucketPlan]) -> Order:
+def sequential(plans: Sequence[BucketPlan]) -> Order:
     """One operation after the other, each for all buckets: every transfer is waited for."""
     return [(op, plan.label) for op in OPS for plan in plans]
 
@@ -85,4 +86,4 @@ def eager(plans: Sequence[BucketPlan]) -> Order:
 
 
 ORDERS: dict[str, Callable[[Sequence[BucketPlan]], Order]]
-ORDERS = {"plain": plain, "interleaved": interleaved, "eager": eager}
+ORDERS = {"sequential": sequential, "interleaved": interleaved, "eager": eager}

@@ -36,14 +36,14 @@ class ParamRef:
 
     @property
     def exact(self) -> bool:
-        """Whether its optimizer keeps a remainder for it."""
+        """Whether its optimizer keeps a mantissa for it."""
         return self.member.is_exact(self.param, self.group)
 
-    def effort(self) -> float:
-        return self.member.effort(self.param, self.group, self.index)
+    def cost(self) -> float:
+        return self.member.cost(self.param, self.group, self.index)
 
-    def its_turn(self, local: Tensor) -> bool:
-        return self.member.its_turn(self.member.state.get(local, {}), self.group)
+    def is_due(self, local: Tensor) -> bool:
+        return self.member.is_due(self.member.state.get(local, {}), self.group)
 
     def work(self, local: Tensor, grad: Tensor) -> Work:
         return Work(local, grad, self.member.state[local], self.group, self.index, self.name)
@@ -73,7 +73,7 @@ class BucketPlan:
     refs: tuple[ParamRef, ...]
 
     @property
-    def whole(self) -> int:
+    def numel(self) -> int:
         """Elements of a flat buffer of all parameters: the chunks of all ranks."""
         return self.chunk if self.kind == "replicated" else self.chunk * len(self.slots)
 
@@ -83,11 +83,11 @@ class BucketPlan:
         return functools.reduce(torch.promote_types, (ref.param.dtype for ref in self.refs))
 
     @property
-    def alone(self) -> bool:
+    def is_single(self) -> bool:
         """Whether a single parameter fills the flat buffer, so that it can be the buffer itself."""
-        return len(self.refs) == 1 and self.whole == self.refs[0].param.numel()
+        return len(self.refs) == 1 and self.numel == self.refs[0].param.numel()
 
-    def places(self) -> dict[ParamRef, int]:
+    def offsets(self) -> dict[ParamRef, int]:
         """Where each parameter begins in a flat buffer of all of them."""
         found: dict[ParamRef, int] = {}
         for rank, slots in enumerate(self.slots):
@@ -97,8 +97,8 @@ class BucketPlan:
 
     def buffer_bytes(self) -> int:
         """What transfers need on a rank: its gradients in one piece, the sum that it receives, gaps between weights."""
-        gaps = self.whole - sum(ref.param.numel() for ref in self.refs)
-        return (self.chunk + (0 if self.alone else self.whole + gaps)) * self.dtype.itemsize
+        gaps = self.numel - sum(ref.param.numel() for ref in self.refs)
+        return (self.chunk + (0 if self.is_single else self.numel + gaps)) * self.dtype.itemsize
 
 
 def param_refs(members: Sequence[Member], names: Mapping[Any, str]) -> list[ParamRef]:
@@ -178,12 +178,12 @@ def _owned(label: str, refs: Sequence[ParamRef], load: list[float]) -> BucketPla
     shares: list[list[ParamRef]] = [[] for _ in ranks]
     for ref in sorted(refs, key=lambda r: -r.param.numel()):
         min(shares, key=lambda share: sum(r.param.numel() for r in share)).append(ref)
-    efforts = [sum(ref.effort() for ref in share) for share in shares]
+    costs = [sum(ref.cost() for ref in share) for share in shares]
     least_first = sorted(ranks, key=lambda rank: load[rank])
-    most_first = sorted(ranks, key=lambda share: -efforts[share])
+    most_first = sorted(ranks, key=lambda share: -costs[share])
     share_of = dict(zip(least_first, most_first, strict=True))
     for rank in ranks:
-        load[rank] += efforts[share_of[rank]]
+        load[rank] += costs[share_of[rank]]
     step = ALIGNMENT // refs[0].param.itemsize
     slots, sizes = zip(*(_consecutive(shares[share_of[rank]], step) for rank in ranks), strict=True)
     place = {ref: k for k, ref in enumerate(refs)}
