@@ -17,7 +17,7 @@ import speedrun
 from speedrun import cli, files
 from speedrun.data.shards import TokenFolder
 from speedrun.experiments import records, verification
-from speedrun.experiments.race import Course
+from speedrun.experiments.race import RaceRunner
 from speedrun.experiments.verification import write_manifest
 from speedrun.recipes import get_recipe
 from speedrun.training.runlog import source_sha256
@@ -34,7 +34,7 @@ def record(tokens: TokenFolder, tmp_path_factory: pytest.TempPathFactory) -> Pat
     """A record of five small runs, one side alone. Nobody writes to it."""
     root = tmp_path_factory.mktemp("stored")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Course, "execute", run_here)
+        patch.setattr(RaceRunner, "execute", run_here)
         assert cli.main([*words("--runs 5", tokens.path), "--out", str(root / "race")]) == 0
     return records.submit(root / "race", "first", root / "records")
 

@@ -67,7 +67,7 @@ def fsync_folder(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def explained(path: Path) -> Iterator[None]:
+def file_errors(path: Path) -> Iterator[None]:
     """Turn the file errors a person can mend into a sentence. `path` is what was being written."""
     try:
         yield
@@ -86,7 +86,7 @@ def explained(path: Path) -> Iterator[None]:
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """A file to write into, which becomes `path` when the block ends well, and vanishes when it does not."""
     path = path.resolve()  # a link stays a link
-    with explained(path):
+    with file_errors(path):
         if path.exists() and not path.is_file() and not path.is_dir():
             raise UserError(f"{path} is a device or a pipe, not a file. Choose another name.")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -261,7 +261,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     A folder already at `path` is replaced; killed between the two renames which that takes, a process leaves
     `path` absent. What killed processes leave is swept on the next call.
     """
-    with explained(path):
+    with file_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not path.is_dir():  # a folder may be replaced, somebody's file may not
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
@@ -293,7 +293,7 @@ def scratch(folder: Path) -> Iterator[Path]:
 
     Whoever calls this holds the folder's lock.
     """
-    with explained(folder):
+    with file_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for stale in folder.glob(".fetch-*"):
             shutil.rmtree(stale, ignore_errors=True)
@@ -316,7 +316,7 @@ def locked(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[B
     The system drops the lock when its holder dies, so a killed process never blocks the next one. `waiting`
     is called once when somebody else holds it. A process that inherits the file holds the lock, too.
     """
-    with explained(path):
+    with file_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "a+b")  # noqa: SIM115, closed below, and only then unlocked
     try:

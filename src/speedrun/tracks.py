@@ -81,7 +81,7 @@ def get_track(name: str) -> Track:
 def find_track(
     track: str = "pocket", data: Path | None = None, target: float | None = None, val_tokens: int | None = None
 ) -> Track:
-    """A track by name, or one made of your own tokens. With `val_tokens` validation is cut short: no target then."""
+    """A track by name, or one of your own tokens. With `val_tokens` validation is cut short: no target then."""
     if target is not None and data is None:
         raise UserError(f"--target {target} goes with --data; the target of track {track!r} is fixed.")
     found = own_track(data, target) if data else get_track(track)

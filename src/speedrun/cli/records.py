@@ -17,7 +17,7 @@ from speedrun.templates import markdown
 class Records:
     """The leaderboard."""
 
-    track: Annotated[str | None, unset("STR")] = None
+    track: str | None = None
     """Of this track alone; default: of all that have records."""
     root: Path = Path("records")
     """Where records are kept."""

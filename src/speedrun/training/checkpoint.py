@@ -27,7 +27,7 @@ from speedrun.checks import Count
 from speedrun.errors import OtherVersion, UserError
 from speedrun.files import (
     decode_file,
-    explained,
+    file_errors,
     from_json,
     new_folder,
     read_bytes,
@@ -85,7 +85,7 @@ def save(
     and `drop_later` is for them.
     """
     path = folder / f"step-{step:06d}"
-    with explained(folder):
+    with file_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     sweep(folder, ".*.tmp-*")
     with new_folder(path) as temporary:

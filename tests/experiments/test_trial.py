@@ -14,7 +14,7 @@ import pytest
 
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import Terminated
-from speedrun.experiments.children import Children, terminable, was_stopped
+from speedrun.experiments.trial import ChildProcesses, handle_sigterm, was_stopped
 from speedrun.training.runlog import read_result
 from tests.experiments.conftest import SMALL
 from tests.experiments.test_race import start, wait_for
@@ -23,7 +23,7 @@ SLEEP = [sys.executable, "-c", "import time; print('awake', flush=True); time.sl
 
 
 def test_sigterm_is_an_exception_inside_and_what_it_was_outside() -> None:
-    @terminable()
+    @handle_sigterm()
     def told_to_end() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(10)
@@ -35,7 +35,7 @@ def test_sigterm_is_an_exception_inside_and_what_it_was_outside() -> None:
 
 
 def test_an_exception_ends_the_processes_of_all_threads() -> None:
-    children, waiting = Children(), []
+    children, waiting = ChildProcesses(), []
 
     def fail_while_they_run() -> None:
         with ThreadPoolExecutor(2) as pool, children:
@@ -52,10 +52,10 @@ def test_an_exception_ends_the_processes_of_all_threads() -> None:
     assert [type(one.exception()) for one in waiting] == [KeyboardInterrupt, KeyboardInterrupt, Terminated]
 
 
-def test_what_a_process_says_and_how_it_ends() -> None:
-    with Children() as children:
+def test_the_errors_of_a_process_and_how_it_ends() -> None:
+    with ChildProcesses() as children:
         done = children.run([sys.executable, "-c", "import sys; print('out'); sys.exit('err')"])
-        assert (done.returncode, done.stdout, done.stderr) == (1, "out\n", "err\n")
+        assert (done.returncode, done.stderr) == (1, "err\n")
         stopper = threading.Timer(0.5, lambda: [child.send_signal(signal.SIGTERM) for child in list(children.alive)])
         stopper.start()
         with pytest.raises(KeyboardInterrupt):
@@ -67,7 +67,7 @@ def test_a_process_that_takes_its_time_to_end_is_waited_for(monkeypatch: pytest.
     """Ctrl-C, after which Popen itself waits for a quarter of a second alone."""
     slow = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), sys.exit(143)))"
     program = f"{slow}; open(sys.argv[1], 'w').close(); time.sleep(600)"
-    children = Children()
+    children = ChildProcesses()
 
     def interrupt() -> None:
         while not (tmp_path / "ready").exists():
