@@ -6,7 +6,7 @@ speedrun doctor --gpu-report --recipe medium --track medium
 
 Every kind of step of the recipe is compiled and run a few times on made-up tokens: seconds to compile, milliseconds,
 kernel launches, host syncs, memory, each beside what `python -m benchmarks.gpu` predicted for it. Attention and the
-8-bit head are compared with plain versions. One Markdown file says it all, to be attached to an issue.
+8-bit head are compared with plain versions. The result is one Markdown file, to be attached to an issue.
 """
 
 import dataclasses
@@ -258,7 +258,7 @@ def order_lines(trainer: Trainer) -> list[Line]:
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         trainer.step(dataclasses.replace(stage, lr=1e-3), batch)
     spans = trace.spans(profiled)
-    # The agreement goes through a group of its own.
+    # The agreement has its own process group.
     launched = [f"{span.op} {span.item}" for span in spans if span.kind == "launch" and span.item != "agreement"]
     waited = sum(span.end - span.start for span in spans if span.kind == "wait")
     gathered = trainer.comm.all_gather_object((launched, waited))

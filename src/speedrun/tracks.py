@@ -36,7 +36,7 @@ class Track:
     compiler_flags: bool = True
     """Whether a recipe may tell torch.compile more than what to compile."""
     checkpoints: bool = True
-    """Whether a run writes checkpoints on the way unless told otherwise. They are inside the clock."""
+    """Whether a run writes checkpoints on the way by default. They are inside the clock."""
 
 
 TRACKS = {

@@ -417,7 +417,6 @@ def test_nothing_is_wrong_with_an_honest_race(race_copy: Path) -> None:
 )
 def test_a_verdict_follows_from_the_runs_alone(race_copy: Path, field: str, value: object) -> None:
     edit(race_copy / "verdict.json", lambda verdict: verdict.update({field: value}))
-    write_atomic(race_copy / "verdict.txt", render(read(race_copy / "verdict.json")))
     write_manifest(race_copy)
     assert examine(race_copy).problems == [f"verdict.json does not follow from the runs: {field}"]
 
@@ -495,7 +494,7 @@ def test_another_version_may_round_otherwise(
     line = ("verify", race_copy, "--replay", "--steps", "3", "--data", held_out.path)
     code, out, _ = speedrun(*line)
     assert code == 0
-    assert out.count("losses agree within 0: another version of speedrun trained there") == 2
+    assert out.count("losses agree within 0: another version of speedrun trained it") == 2
     monkeypatch.setattr("speedrun.experiments.replay.TOLERANCE", -1.0)
     assert speedrun(*line)[0] == 2
 

@@ -17,7 +17,7 @@ from speedrun.cli.common import dispatch
 from speedrun.errors import Terminated, UserError, speaks
 from speedrun.training.progress import status
 
-# What `--help` says of each command. speedrun.cli.NAME has the function `main`; it is imported when the command is
+# Each command with its line of `--help`. speedrun.cli.NAME has the function `main`; it is imported when the command is
 # called, since most of them load torch.
 COMMANDS = {
     "train": "train one model to a track's target",

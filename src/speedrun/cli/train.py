@@ -70,7 +70,7 @@ class Train:
     that it is sooner done without."""
     val_tokens: Positive | None = None
     """Validate on the first tokens alone, this many, to try something quickly: such a loss is not compared with the
-    target. Default: what the track says."""
+    target. Default: as many as the track has."""
     sample: bool = True
     """Show a little text from the model at the end."""
     nproc: Positive = 1

@@ -2,7 +2,7 @@
 
     speedrun ablate --recipe normuon --set schedule.steps=200 --seeds 5 --budget 240
 
-Every round is one seed: the recipe as it is, a shorter one, and each variant, in an order that turns round with every
+Every round is one seed: the recipe as it is, a shorter one, and each variant, in an order that is reversed with every
 round. Effects are differences to the recipe as it is, paired by seed, with 95 % intervals, corrected by Holm for the
 number of switches. The shorter run gives the exchange rate between loss and training, by which an effect on the loss at
 equal tokens becomes one on the time to the same loss. The same command continues; the budget decides how many rounds.
@@ -127,7 +127,7 @@ class AblationArgs(ExperimentArgs):
 
 
 def switches_of(recipe: Recipe) -> dict[str, Changes]:
-    """The switches that are on, with what turns each off. One that cannot be turned off alone is told apart later."""
+    """The switches that are on, and the fields that turn each off."""
     known = fields_of(recipe)
     on = {name: off for name, off in SWITCHES.items() if known[next(iter(off))] != next(iter(off.values()))}
     if recipe.optim.matrices == "adam":  # then Muon's fields say nothing

@@ -69,7 +69,7 @@ class Plan:
     files: dict[str, str]
     """sha256 of each token file."""
     data: str | None
-    """The token folder of a race on one's own data."""
+    """The token folder of a race on other data than a track's."""
     labels: dict[str, str]
     """Name of each side; `both`: what is changed in the recipes of both."""
     recipes: dict[str, Recipe]
@@ -162,7 +162,7 @@ def check(plan: Plan) -> None:
     if plan.kind not in KINDS:
         raise UserError(f"The kind of race is {plan.kind!r}; choose {' or '.join(KINDS)}.")
     if sorted(plan.recipes) not in (["A"], ["A", "B"]) or not {*plan.recipes} <= {*plan.labels}:
-        raise UserError(f"The sides {', '.join(plan.recipes)} do not do: a race has A, or A and B, each with a label.")
+        raise UserError(f"The sides {', '.join(plan.recipes)} do not fit: a race has A, or A and B, each with a label.")
     if plan.kind == "systems" and not paired:
         raise UserError("A systems race compares two sides; name the other one with --against.")
     if runs < least:

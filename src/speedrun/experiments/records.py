@@ -3,7 +3,7 @@
     speedrun race --recipe mine --against normuon --runs 10 --submit my-idea
     speedrun records
 
-Two times are told. The measured one is the mean of the runs on whichever machine they were made. The official one is
+There are two times. The measured one is the mean of the runs on their machine. The official one is
 the predecessor's official time plus what was saved, measured on one machine: own mean minus the retimed predecessor's
 mean. The leaderboard sorts by the official one, so times of different machines never mix.
 """
@@ -116,7 +116,7 @@ def archive(package: Path, file: Path) -> None:
 
 
 def check_submission(plan: Plan, name: str, root: Path) -> Record | None:
-    """The record to beat, if there is one; what would prevent a record of this plan is told before hours of racing."""
+    """The record to beat, if there is one. Raises, before hours of racing, what would prevent a record."""
     check_name(name)
     if (root / plan.track / name).exists():
         raise UserError(f"{root / plan.track / name} exists already; choose another name.")
@@ -243,7 +243,7 @@ def problems_of_record(folder: Path, found: Finding) -> list[str]:
 
 
 def table(records: list[Record]) -> list[tuple[str, ...]]:
-    """Rows for a person: the fastest first."""
+    """The leaderboard as a table: the fastest first."""
     rows: list[tuple[str, ...]] = [("official", "measured", "loss", "p", "shadow", "runs", "date", "record", "recipe")]
     for r in records:
         shadow = "-" if r.shadow is None else f"{r.shadow:.4f}"

@@ -82,7 +82,7 @@ class SweepArgs(ExperimentArgs):
     random_seed: int = 0
     """Seed of the random samples."""
     compile: bool | None = None  # type: ignore[assignment]
-    """Use torch.compile. Default: where it works, unless a trial on a CPU is so short that it is sooner done without."""
+    """Use torch.compile. Default: where it works, unless a trial on a CPU is so short that it only costs time."""
     out: Path = Path("sweeps/sweep")
     """Where rows.jsonl is kept; the same folder continues."""
 

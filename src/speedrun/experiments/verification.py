@@ -1,8 +1,8 @@
 """Do the files of a race agree with each other?
 
-A run says the same thing in several places: the plan, run.json, metrics.jsonl, log.txt, telemetry and result.json. A
+A run stores the same facts in several places: the plan, run.json, metrics.jsonl, log.txt, telemetry and result.json. A
 number that was changed in one of them disagrees with the others, and one that was changed everywhere disagrees with
-what follows from the recipe, the seed, the track or the wall clock. Each disagreement is one sentence.
+what follows from the recipe, the seed, the track or the wall clock. Each disagreement becomes one sentence.
 """
 
 import itertools
@@ -265,7 +265,7 @@ def examine(folder: Path) -> Finding:
     """Recompute everything in the folder of a race from its run folders."""
     plan = Plan.read(folder)
     plan_sha256 = sha256_file(folder / PLAN)
-    problems, notes = [*_rules(folder, plan), *_manifest(folder)], _unknowable(plan)
+    problems, notes = [*_manifest(folder), *_rules(folder, plan)], _unknowable(plan)
     stored = read_json(folder / VERDICT, dict, UNFINISHED)
     there = (
         {p.name for p in (folder / RUNS).iterdir() if not p.name.startswith(".")} if (folder / RUNS).is_dir() else set()

@@ -108,7 +108,7 @@ def series_of(curve: Curve, column: int, color: str, dash: str = "") -> Series:
 
 
 def smooth(points: list[tuple[int, int, float, float]]) -> list[tuple[int, int, float, float]]:
-    """Means of neighbours, so many that POINTS remain."""
+    """Means of neighbours, at most POINTS of them."""
     width = max(1, math.ceil(len(points) / POINTS))
     groups = [points[i : i + width] for i in range(0, len(points), width)]
     return [(*group[-1][:3], sum(p[3] for p in group) / len(group)) for group in groups]

@@ -25,7 +25,7 @@ GOOD, BAD, OPEN = "good", "bad", "open"
 
 @dataclass(frozen=True)
 class Headline:
-    """What a reader must know first."""
+    """The first line of a page."""
 
     word: str
     sentence: str

@@ -143,13 +143,10 @@ def final_losses(plan: Plan, rows: list[RunSummary]) -> Section | None:
     for field, words in (("loss", "validation loss"), ("shadow", "loss on the shadow split")):
         groups = [(plan.labels[s], *side_look(s), good(rows, s, field)) for s in plan.recipes if good(rows, s, field)]
         if groups:
-            told = "; ".join(
-                f"{name} {statistics.mean(values):.4f} over {len(values)} runs" for name, *_, values in groups
-            )
+            means = (f"{name} {statistics.mean(values):.4f} over {len(values)} runs" for name, *_, values in groups)
             target = plan.target if field == "loss" else None
-            pictures.append(
-                (strips(f"Final {words}: {told}.", groups, words, target), f"{words}: every run, mean, 95 % interval")
-            )
+            drawn = strips(f"Final {words}: {'; '.join(means)}.", groups, words, target)
+            pictures.append((drawn, f"{words}: every run, mean, 95 % interval"))
     if not pictures:
         return None
     data = [("run", "side", "loss", "shadow"), *((r.name, r.side, r.loss, r.shadow) for r in rows)]
@@ -175,8 +172,8 @@ def paired_times(plan: Plan, rows: list[RunSummary], verdict: Verdict | None) ->
         marks = [(row.block + 1, row.time) for row in mine]
         series.append(Series(plan.labels[side], color, means, marks, dash, bool(dash)))
     span = (0.5, blocks[-1] + 1.5)
-    told = "; ".join(f"{s.name} {statistics.mean(v for _, v in s.marks):.2f}" for s in series if s.marks)
-    about = f"Seconds of every run by block. Means: {told}."
+    summary = "; ".join(f"{s.name} {statistics.mean(v for _, v in s.marks):.2f}" for s in series if s.marks)
+    about = f"Seconds of every run by block. Means: {summary}."
     drawn = [
         (
             chart(about, series, x_name="block", y_name="seconds", y=(0, 1.08 * highest), x=span),

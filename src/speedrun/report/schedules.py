@@ -82,7 +82,7 @@ def panel(title: str, lines: Lines, top: int, total: int, scheduled: int) -> lis
 
 
 def pieces(line: Sequence[float | None]) -> list[list[tuple[float, float]]]:
-    """What is drawn without lifting the pen; a value that stays is one segment, whatever the number of steps."""
+    """Connected segments; a constant value is one segment, whatever the number of steps."""
     found: list[list[tuple[float, float]]] = [[]]
     for step, value in enumerate(line):
         if value is None:

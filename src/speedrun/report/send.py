@@ -23,6 +23,7 @@ from speedrun.training.runlog import RESULT, RunInfo, read_metrics, read_result,
 
 Say = Callable[[str], Any]
 Values = dict[str, float]
+BOOKKEEPING = ("step", "time")
 PAUSE = 2.0  # seconds between two reads of a run that is followed
 
 
@@ -112,12 +113,10 @@ def measured(folder: Path) -> Iterator[tuple[int, Values, float]]:
         if m["kind"] in ("train", "val"):  # telemetry belongs to the steps done so far: trackers want steps in order
             done = m["step"] + (m["kind"] == "train")
         seconds = m.get("time", seconds)
-        if m["kind"] == "train":
-            values = {"train/loss": m["loss"], "train/lr": m["lr"]}
-        elif m["kind"] == "val":
+        if m["kind"] == "val":
             values = {f"{split}/loss": loss for split, loss in m["losses"].items()}
         else:
-            values = {f"{m['kind']}/{k}": v for k, v in m.items() if k != "step" and type(v) in (int, float)}
+            values = {f"{m['kind']}/{k}": v for k, v in m.items() if k not in BOOKKEEPING and type(v) in (int, float)}
         yield done, {**values, "tokens": float(tokens[done])}, seconds
 
 
