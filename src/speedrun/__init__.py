@@ -17,8 +17,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from speedrun.api import Run, load, race, train
     from speedrun.errors import UserError
-    from speedrun.experiments.verdict import Verdict
-    from speedrun.training.config import Recipe
+    from speedrun.experiments import Verdict
+    from speedrun.training import Recipe
 
     __all__ = ["Recipe", "Run", "UserError", "Verdict", "load", "race", "train"]
 else:

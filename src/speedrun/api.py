@@ -18,20 +18,30 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from speedrun.checks import check_options
-from speedrun.data.tokenizer import Tokenizer
+from speedrun.data import Tokenizer
 from speedrun.errors import UserError, nearest, similar
-from speedrun.model.gpt import GPT
-from speedrun.recipes import DEFAULT, default_for, get_recipe
-from speedrun.recipes.published import get_curve
+from speedrun.model import GPT
+from speedrun.recipes import DEFAULT, default_for, get_curve, get_recipe
 from speedrun.sample import load_model, sample_text
 from speedrun.tracks import Track, find_track, get_track
+from speedrun.training import (
+    RESULT,
+    Machine,
+    Options,
+    Recipe,
+    Result,
+    RunInfo,
+    choose,
+    fields_of,
+    read_metrics,
+    read_result,
+    read_run,
+    with_fields,
+)
 from speedrun.training import run as runs
-from speedrun.training.config import Options, Recipe, fields_of, with_fields
-from speedrun.training.device import Machine, choose
-from speedrun.training.runlog import RESULT, Result, RunInfo, read_metrics, read_result, read_run
 
 if TYPE_CHECKING:
-    from speedrun.experiments.verdict import Verdict
+    from speedrun.experiments import Verdict
 
 OPTIONS = {f.name for f in dataclasses.fields(Options)}
 
@@ -230,8 +240,7 @@ def race(
     Every run is a process of its own. recipe, against: a name, the file of a stored one, or a Recipe. options: other
     flags of `speedrun race` (`kind="systems"`, `seed=1`, `dtype="float32"`, `set=("optim.lr=0.01",)`...).
     """
-    from speedrun.experiments.race import RaceArgs, run_race
-    from speedrun.experiments.trial import write_recipe
+    from speedrun.experiments import RaceArgs, run_race, write_recipe
 
     known = [field.name for field in dataclasses.fields(RaceArgs)]
     for name in options.keys() - {*known}:

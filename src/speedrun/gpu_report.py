@@ -24,23 +24,29 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from speedrun.data.shards import TokenFolder
+from speedrun.data import TokenFolder
 from speedrun.doctor import Finding
-from speedrun.model.attention import Backend, attend, reference_attend
-from speedrun.model.head import fp8_linear
-from speedrun.optim.sharded import Comm
+from speedrun.model import Backend, attend, fp8_linear, reference_attend
+from speedrun.optim import Comm
 from speedrun.templates import markdown
-from speedrun.training import telemetry, trace
-from speedrun.training.clock import synchronize
-from speedrun.training.config import Options, Recipe
-from speedrun.training.device import Machine
-from speedrun.training.job import Job
-from speedrun.training.memory import compiled_graph, gib, memory_of, table
-from speedrun.training.progress import Progress
-from speedrun.training.runlog import NullRunFolder
-from speedrun.training.schedule import Stage
-from speedrun.training.step import Trainer
-from speedrun.training.warmup import made_up
+from speedrun.training import (
+    Job,
+    Machine,
+    NullRunFolder,
+    Options,
+    Progress,
+    Recipe,
+    Stage,
+    Trainer,
+    compiled_graph,
+    gib,
+    made_up,
+    memory_of,
+    synchronize,
+    telemetry,
+    trace,
+)
+from speedrun.training import memory_table as table
 
 LAUNCH = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")  # and their variants: ...ExC, ...Ex
 SYNC = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import torch
 
-from speedrun.data.tokenizer import Tokenizer
+from speedrun.data import Tokenizer
 from speedrun.errors import UserError
-from speedrun.model.gpt import GPT
-from speedrun.training import checkpoint
-from speedrun.training.runlog import read_run
+from speedrun.model import GPT
+from speedrun.training import checkpoint, read_run
 
 
 def load_model(run: Path, device: torch.device) -> tuple[GPT, Tokenizer]:

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from speedrun.data import pocket
-from speedrun.data.fineweb import load as fineweb
-from speedrun.data.shards import TokenFolder
+from speedrun.data import TokenFolder, pocket
+from speedrun.data import load as fineweb
 from speedrun.errors import UserError, nearest
 
 # The mean of five fresh seeds of the tuned `adamw` recipe (4.2895) plus two standard deviations (0.0069), rounded up to

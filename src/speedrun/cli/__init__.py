@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import speedrun
 from speedrun.cli.common import dispatch
 from speedrun.errors import Terminated, UserError, speaks
-from speedrun.training.progress import status
+from speedrun.training import status
 
 # Each command with its line of `--help`. speedrun.cli.NAME has the function `main`; it is imported when the command is
 # called, since most of them load torch.

@@ -6,10 +6,9 @@ from pathlib import Path
 
 from speedrun.arguments import narrow
 from speedrun.cli.common import console, grid, parse, say
-from speedrun.experiments import ablate
-from speedrun.experiments.trial import handle_sigterm
+from speedrun.experiments import ablate, handle_sigterm
 from speedrun.files import write_atomic
-from speedrun.report.ablation import ablation_svg
+from speedrun.report import ablation_svg
 from speedrun.templates import markdown
 
 

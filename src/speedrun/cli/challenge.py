@@ -10,11 +10,7 @@ import tyro
 
 from speedrun.checks import Positive
 from speedrun.cli.common import console, parse, say
-from speedrun.experiments.plan import Plan
-from speedrun.experiments.race import RaceArgs, keep_dtype, plan_challenge, run_plan
-from speedrun.experiments.trial import handle_sigterm
-from speedrun.experiments.verdict import render
-from speedrun.experiments.verification import examine
+from speedrun.experiments import Plan, RaceArgs, examine, handle_sigterm, keep_dtype, plan_challenge, render, run_plan
 
 
 @dataclass(frozen=True)

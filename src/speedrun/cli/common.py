@@ -16,8 +16,7 @@ from speedrun.checks import Positive, check_options
 from speedrun.errors import UserError, nearest
 
 if TYPE_CHECKING:
-    from speedrun.training.config import Recipe
-    from speedrun.training.device import Machine
+    from speedrun.training import Machine, Recipe
 
 console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 say = console.print
@@ -51,7 +50,7 @@ class MachineOptions(MachineArgs):
     """On a GPU, use kernels that give the same bits every time; slower."""
 
     def choose(self, recipe: "Recipe") -> "Machine":
-        from speedrun.training.device import choose
+        from speedrun.training import choose
 
         return choose(**vars(self), model=recipe.model, tokens=recipe.schedule.max_tokens)
 

@@ -10,13 +10,12 @@ from msgspec import Meta
 
 from speedrun.checks import Positive
 from speedrun.cli.common import dispatch, parse, say, unset
+from speedrun.data import TokenFolder, fineweb, pocket
 from speedrun.data import encode as encoding
-from speedrun.data import fineweb, pocket
-from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError, nearest
 from speedrun.recipes import default_for, get_recipe
 from speedrun.tracks import get_track
-from speedrun.training.load import usable_cores
+from speedrun.training import usable_cores
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from speedrun.cli.common import console, parse, say
-from speedrun.experiments.race import RaceArgs, make_plan, run_race
-from speedrun.experiments.records import check_submission, submit
-from speedrun.experiments.trial import handle_sigterm
-from speedrun.experiments.verdict import render
+from speedrun.experiments import RaceArgs, check_submission, handle_sigterm, make_plan, render, run_race, submit
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import tyro
 from speedrun.checks import Count, NotNegative, Positive
 from speedrun.cli.common import parse
 from speedrun.sample import load_model, sample_text
-from speedrun.training.device import choose
+from speedrun.training import choose
 
 
 @dataclass(frozen=True)

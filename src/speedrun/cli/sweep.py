@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from speedrun.cli.common import console, parse
-from speedrun.experiments import sweep
-from speedrun.experiments.trial import handle_sigterm
+from speedrun.experiments import handle_sigterm, sweep
 
 METAVARS = {"vary": "FIELD=VALUES ...", "fix": "FIELD=VALUE ...", "clock": "SECONDS"}
 

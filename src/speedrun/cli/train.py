@@ -13,23 +13,36 @@ from speedrun.api import make_options, with_steps
 from speedrun.arguments import Settings
 from speedrun.checks import Count, Positive
 from speedrun.cli.common import MachineOptions, TargetArgs, flat, grid, option, parse, say, unset, with_value
-from speedrun.data.loader import LoaderConfig
+from speedrun.data import LoaderConfig
 from speedrun.errors import UserError
-from speedrun.experiments.trial import arithmetic_for, has_ended
-from speedrun.model.gpt import GPTConfig
-from speedrun.recipes import DEFAULT, default_for, get_recipe, track_of
-from speedrun.recipes.published import get_curve
+from speedrun.experiments import arithmetic_for, has_ended
+from speedrun.model import GPTConfig
+from speedrun.recipes import DEFAULT, default_for, get_curve, get_recipe, track_of
 from speedrun.sample import load_model, sample_text
 from speedrun.tracks import TRACKS, Track, find_track, get_track
-from speedrun.training import dryrun, run, scale
-from speedrun.training.config import Options, PublishedCurve, Recipe, ValidationConfig
-from speedrun.training.device import CompilerConfig, Machine, by_name, check_processes
-from speedrun.training.distributed import is_first, launch, may_restart, ranks, restarted
-from speedrun.training.gpus import GPUS
-from speedrun.training.optimizers import OptimConfig
-from speedrun.training.progress import status
-from speedrun.training.runlog import read_run
-from speedrun.training.schedule import ScheduleConfig
+from speedrun.training import (
+    GPUS,
+    CompilerConfig,
+    Machine,
+    OptimConfig,
+    Options,
+    PublishedCurve,
+    Recipe,
+    ScheduleConfig,
+    ValidationConfig,
+    by_name,
+    check_processes,
+    dryrun,
+    is_first,
+    launch,
+    may_restart,
+    ranks,
+    read_run,
+    restarted,
+    run,
+    scale,
+    status,
+)
 
 PARTS = ("model", "loader", "optim", "schedule", "validation", "compiler")
 

@@ -10,9 +10,7 @@ import tyro
 from speedrun.checks import Count
 from speedrun.cli.common import parse, say
 from speedrun.errors import UserError
-from speedrun.experiments.records import problems_of_record
-from speedrun.experiments.replay import replay_sides
-from speedrun.experiments.verification import examine, files_of
+from speedrun.experiments import examine, files_of, problems_of_record, replay_sides
 
 
 @dataclass(frozen=True)

@@ -39,12 +39,17 @@ from speedrun.experiments.trial import (
     write_recipe,
 )
 from speedrun.tracks import get_track
-from speedrun.training import scale
-from speedrun.training.config import Recipe, fields_of, with_fields
-from speedrun.training.device import check_processes
-from speedrun.training.load import usable_cores
-from speedrun.training.run import check_ranks, fit_to_tokens
-from speedrun.training.runlog import source_sha256
+from speedrun.training import (
+    Recipe,
+    check_processes,
+    check_ranks,
+    fields_of,
+    fit_to_tokens,
+    scale,
+    source_sha256,
+    usable_cores,
+    with_fields,
+)
 
 Changes = dict[str, Any]
 Row = dict[str, Any]

@@ -17,9 +17,7 @@ from speedrun.errors import UserError
 from speedrun.experiments import statistics
 from speedrun.experiments.trial import write_recipe
 from speedrun.files import from_json, read_object, write_json
-from speedrun.training import telemetry
-from speedrun.training.config import Recipe
-from speedrun.training.runlog import describe_devices, describe_environment, to_jsonable
+from speedrun.training import Recipe, describe_devices, describe_environment, telemetry, to_jsonable
 
 PLAN = "plan.json"
 BLOCK = "ABBA"

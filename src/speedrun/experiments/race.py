@@ -40,11 +40,22 @@ from speedrun.experiments.verification import INTERRUPTED, MANIFEST, RUNS, Run, 
 from speedrun.files import locked, sha256_file, write_atomic, write_json
 from speedrun.recipes import get_recipe
 from speedrun.tracks import Track, find_track, get_track, own_track
-from speedrun.training import scale
-from speedrun.training.config import Recipe, as_tuple, with_fields
-from speedrun.training.device import check_settings
-from speedrun.training.run import check_ranks, check_rules, check_supply, fit_to_tokens, hashes
-from speedrun.training.runlog import METRICS, SOURCE, read_metrics, source_sha256
+from speedrun.training import (
+    METRICS,
+    SOURCE,
+    Recipe,
+    as_tuple,
+    check_ranks,
+    check_rules,
+    check_settings,
+    check_supply,
+    fit_to_tokens,
+    hashes,
+    read_metrics,
+    scale,
+    source_sha256,
+    with_fields,
+)
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,7 @@ from speedrun.experiments.verdict import TEXT, VERDICT, Verdict
 from speedrun.experiments.verification import ARCHIVE, INTERRUPTED, RUNS, Finding, examine, text_of, write_manifest
 from speedrun.files import new_folder, read_json, read_object, write_atomic, write_json
 from speedrun.templates import render
-from speedrun.training.config import differences
-from speedrun.training.runlog import RUN, SOURCE, modules, source_sha256, to_jsonable
+from speedrun.training import RUN, SOURCE, differences, modules, source_sha256, to_jsonable
 
 RECORD, README = "record.json", "README.md"
 

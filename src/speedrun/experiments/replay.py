@@ -19,16 +19,8 @@ from speedrun.errors import UserError
 from speedrun.experiments.plan import Plan, this_machine
 from speedrun.experiments.verification import Run
 from speedrun.tracks import get_track, own_track
-from speedrun.training.config import Options
-from speedrun.training.device import choose
-from speedrun.training.job import Job
-from speedrun.training.loop import Loop
-from speedrun.training.progress import Progress
-from speedrun.training.run import hashes
-from speedrun.training.runlog import RunFolder, source_sha256
-from speedrun.training.step import Trainer
-from speedrun.training.validate import validate
-from speedrun.training.warmup import warm_up
+from speedrun.training import Job, Loop, Options, Progress, RunFolder, Trainer, choose, hashes, source_sha256, warm_up
+from speedrun.training import validation_loss as validate
 
 TOLERANCE = 0.01  # of a loss, where bits may differ
 

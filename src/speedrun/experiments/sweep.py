@@ -43,11 +43,7 @@ from speedrun.experiments.trial import (
 from speedrun.files import read_json
 from speedrun.recipes import get_recipe
 from speedrun.tracks import get_track
-from speedrun.training import scale
-from speedrun.training.config import Recipe, fields_of, with_fields
-from speedrun.training.device import check_processes
-from speedrun.training.run import check_ranks
-from speedrun.training.runlog import read_metrics
+from speedrun.training import Recipe, check_processes, check_ranks, fields_of, read_metrics, scale, with_fields
 
 CALIBRATION_STEPS = 24
 PLAN = "sweep.json"

@@ -24,10 +24,18 @@ from speedrun.errors import Terminated, UserError
 from speedrun.files import DELETE, file_errors, from_json, read_json, read_lines, write_atomic, write_json
 from speedrun.recipes import DEFAULT
 from speedrun.tracks import Track, find_track
-from speedrun.training.config import Recipe, fields_of, to_dict
-from speedrun.training.device import check_settings, choose
-from speedrun.training.load import usable_cores
-from speedrun.training.runlog import RESULT, Result, read_result, to_jsonable
+from speedrun.training import (
+    RESULT,
+    Recipe,
+    Result,
+    check_settings,
+    choose,
+    fields_of,
+    read_result,
+    to_dict,
+    to_jsonable,
+    usable_cores,
+)
 
 ROWS = "rows.jsonl"
 RESTORE = "Restore it, or choose another --out."

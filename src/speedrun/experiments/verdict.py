@@ -19,7 +19,7 @@ import numpy as np
 
 from speedrun.experiments import statistics
 from speedrun.experiments.plan import Entry, Plan
-from speedrun.training.runlog import read_metrics, read_result, to_jsonable
+from speedrun.training import read_metrics, read_result, to_jsonable
 
 VERDICT, TEXT = "verdict.json", "verdict.txt"
 

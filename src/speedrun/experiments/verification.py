@@ -22,13 +22,14 @@ from speedrun.experiments.verdict import TEXT, VERDICT, RunSummary, Verdict, dec
 from speedrun.files import read_json, sha256_file, write_json
 from speedrun.recipes import read_recipe
 from speedrun.tracks import TRACKS
-from speedrun.training.config import Recipe, differences
-from speedrun.training.run import check_rules
-from speedrun.training.runlog import (
+from speedrun.training import (
     LOG,
     SOURCE,
+    Recipe,
     Result,
     RunInfo,
+    check_rules,
+    differences,
     read_metrics,
     read_result,
     read_run,

@@ -8,9 +8,18 @@ from speedrun.files import read_json
 from speedrun.recipes import adamw, gpt2, interleaved, medium, medium_before, muon, normuon, orthogonal_nesterov
 from speedrun.recipes.published import get_curve
 from speedrun.tracks import TRACKS
-from speedrun.training.config import Recipe
+from speedrun.training import Recipe
 
-__all__ = ["DEFAULT", "LINEAGE", "RECIPES", "default_for", "get_curve", "get_recipe", "is_file", "read_recipe", "track_of"]
+__all__ = [
+    "DEFAULT",
+    "LINEAGE",
+    "RECIPES",
+    "default_for",
+    "get_curve",
+    "get_recipe",
+    "read_recipe",
+    "track_of",
+]
 
 LINEAGE: dict[str, dict[str, Callable[[], Recipe]]] = {
     "gpt2": gpt2.SIZES,

@@ -5,8 +5,7 @@ speedrun ablate --recipe normuon --plot ablation.svg
 
 import math
 
-from speedrun.experiments.ablate import SHORTER, Line
-from speedrun.experiments.statistics import Effect
+from speedrun.experiments import SHORTER, Effect, Line
 from speedrun.report import draw
 from speedrun.report.draw import COLORS, FAINT, INK, Frame, dot, picture, text
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from speedrun.errors import UserError
 from speedrun.files import DELETE
 from speedrun.report.draw import Series
-from speedrun.training.runlog import RESULT, RunInfo, read_metrics, read_result, read_run
-from speedrun.training.schedule import ScheduleConfig
+from speedrun.training import RESULT, RunInfo, ScheduleConfig, read_metrics, read_result, read_run
 
 POINTS = 80  # of a curve in a picture: more would show the noise of single batches
 

@@ -11,10 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from speedrun.errors import UserError
-from speedrun.experiments import ablate, records
-from speedrun.experiments.plan import PLAN
-from speedrun.experiments.trial import ROWS, read_rows
-from speedrun.experiments.verification import MANIFEST
+from speedrun.experiments import MANIFEST, PLAN, ROWS, ablate, read_rows, records
 from speedrun.files import read_json, write_atomic
 from speedrun.report import page
 from speedrun.report.ablation import ablation_svg
@@ -24,7 +21,7 @@ from speedrun.report.page import BAD, GOOD, OPEN, Headline, Rows, Section, finis
 from speedrun.report.race_page import race_page
 from speedrun.report.records import records_svg
 from speedrun.report.sections import Shown, facts, losses, machine, schedules, settings, timeline
-from speedrun.training.runlog import RESULT, RUN, Result, RunInfo, read_metrics, read_result, read_run, to_jsonable
+from speedrun.training import RESULT, RUN, Result, RunInfo, read_metrics, read_result, read_run, to_jsonable
 
 MEASURED = ("warmup_seconds", "wall_seconds", "cpu_seconds")
 

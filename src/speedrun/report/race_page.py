@@ -5,16 +5,25 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from speedrun.experiments import records
-from speedrun.experiments.plan import Plan
-from speedrun.experiments.verdict import Moments, RunSummary, TimeRatio, Verdict, read_summary
-from speedrun.experiments.verification import MANIFEST, RUNS, Finding, examine
+from speedrun.experiments import (
+    MANIFEST,
+    RUNS,
+    Finding,
+    Moments,
+    Plan,
+    RunSummary,
+    TimeRatio,
+    Verdict,
+    examine,
+    read_summary,
+    records,
+)
 from speedrun.report import page
 from speedrun.report.curves import Curve
 from speedrun.report.draw import COLORS, DASHES, Series, chart
 from speedrun.report.page import BAD, GOOD, OPEN, Headline, Rows, Section, finish
 from speedrun.report.sections import Name, Shown, facts, losses, machine, schedules, settings, strips
-from speedrun.training.runlog import RESULT, read_metrics
+from speedrun.training import RESULT, read_metrics
 
 STATUSES = {"valid": GOOD, "faster": GOOD, "failed": BAD, "slower": BAD, "inconclusive": OPEN}
 

@@ -3,7 +3,7 @@
 speedrun records --plot records.svg
 """
 
-from speedrun.experiments.records import Record
+from speedrun.experiments import Record
 from speedrun.report.draw import COLORS, INK, Frame, Series, dot, picture, text
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 340, 70, 150, 50, 46

@@ -8,8 +8,7 @@ One panel per quantity that changes, all over the same steps.
 from collections.abc import Callable, Sequence
 
 from speedrun.report.draw import COLORS, Frame, Series, picture, text
-from speedrun.training.config import Recipe
-from speedrun.training.schedule import Stage
+from speedrun.training import Recipe, Stage
 
 WIDTH, PANEL, LEFT, RIGHT, TOP, GAP = 760, 96, 86, 20, 44, 38
 

@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from speedrun.experiments.statistics import effect
+from speedrun.experiments import effect
 from speedrun.report import draw, page, traces
 from speedrun.report.curves import AXES, SECONDS, Curve, loss_range, series_of
 from speedrun.report.draw import INK, Frame, Series, chart, dot, line, picture, text
 from speedrun.report.page import Rows, Section
 from speedrun.report.schedules import schedule_svg
-from speedrun.training import trace
-from speedrun.training.config import Recipe, differences, fields_of
-from speedrun.training.schedule import ScheduleConfig
+from speedrun.training import Recipe, ScheduleConfig, differences, fields_of, trace
 
 Name = tuple[str, str, str]
 """What a curve is called, its colour and its dashes."""

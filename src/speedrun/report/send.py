@@ -18,8 +18,7 @@ from speedrun.errors import UserError, nearest
 from speedrun.files import file_errors
 from speedrun.report.curves import tokens_by_step
 from speedrun.templates import markdown
-from speedrun.training.config import fields_of
-from speedrun.training.runlog import RESULT, RunInfo, read_metrics, read_result, read_run, to_jsonable
+from speedrun.training import RESULT, RunInfo, fields_of, read_metrics, read_result, read_run, to_jsonable
 
 Say = Callable[[str], Any]
 Values = dict[str, float]

@@ -36,7 +36,7 @@ from speedrun.files import (
     sweep,
     write_json,
 )
-from speedrun.optim.state import States
+from speedrun.optim import States
 
 TENSORS = "tensors.safetensors"
 STATE = "state.json"

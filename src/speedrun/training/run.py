@@ -18,12 +18,11 @@ from typing import Any
 import torch
 
 import speedrun
-from speedrun.data import fineweb
-from speedrun.data.shards import TokenFolder
+from speedrun.data import TokenFolder, fineweb
 from speedrun.errors import UserError
 from speedrun.files import locked
-from speedrun.model.gpt import GPT
-from speedrun.optim.sharded import Comm
+from speedrun.model import GPT
+from speedrun.optim import Comm
 from speedrun.tracks import Track
 from speedrun.training import checkpoint, scale
 from speedrun.training.config import Options, Recipe, differences, to_dict, with_fields
