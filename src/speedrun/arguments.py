@@ -27,7 +27,7 @@ class MachineArgs:
     threads: Positive | None = None
     """CPU threads of each process; default: all usable cores, shared by all processes."""
     attention: str = "auto"
-    """auto, fa3 (Flash Attention 3), varlen (torch's varlen_attn) or sdpa (torch's SDPA)."""
+    """auto, or a backend by name, such as sdpa (torch's SDPA); `speedrun doctor` shows what auto takes, and why."""
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,8 @@ def load_model(run: Path, device: torch.device) -> tuple[GPT, Tokenizer]:
             f"{run} has no tokenizer.json, which turns tokens into text; copy the one beside its tokens there."
         )
     model = GPT(recipe.model, recipe.context)
-    weights = {n.removeprefix("model."): t for n, t in saved.tensors.items() if n.startswith("model.")}
     try:
-        model.load_state_dict(weights)
+        model.load_state_dict(saved.weights)
     except RuntimeError as e:
         raise UserError(
             f"{saved.path} does not fit the model that {run / 'run.json'} describes; restore that file from a copy."

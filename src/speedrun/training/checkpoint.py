@@ -47,12 +47,20 @@ _FOLDER = re.compile(r"step-(\d{6,})")
 Notice = Callable[[str], None]
 
 
+WEIGHTS = "model."  # before the names of the model's tensors
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     step: int  # steps done: 0 .. step-1
     tensors: dict[str, Tensor]  # on the CPU, each with memory of its own
     state: dict[str, Any]  # as JSON gives it back: tuples have become lists
     path: Path
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """Of the model, by parameter, in float32 where the run keeps exact weights."""
+        return {n.removeprefix(WEIGHTS): t for n, t in self.tensors.items() if n.startswith(WEIGHTS)}
 
 
 class DamagedCheckpoint(UserError):

@@ -200,8 +200,9 @@ def check_fits(saved: checkpoint.Checkpoint, recipe: Recipe) -> None:
     """A checkpoint that is not of this model is refused before the run folder is touched."""
     with torch.device("meta"):
         model = GPT(recipe.model, 1)
+    weights = saved.weights
     for name, p in model.named_parameters():
-        stored = saved.tensors.get(f"model.{name}")
+        stored = weights.get(name)
         if stored is None or stored.shape != p.shape:
             raise UserError(
                 f"{saved.path} does not fit the model of run.json: {name} is missing or of another shape. "
