@@ -14,9 +14,12 @@ import pytest
 
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import Terminated
-from speedrun.experiments.trial import ChildProcesses, handle_sigterm, was_stopped
-from speedrun.training.runlog import read_result
-from tests.experiments.conftest import SMALL
+from speedrun.experiments.race import change_recipe
+from speedrun.experiments.trial import ChildProcesses, handle_sigterm, was_stopped, write_recipe
+from speedrun.recipes import get_recipe
+from speedrun.training.config import Recipe, differences
+from speedrun.training.runlog import read_result, read_run
+from tests.experiments.conftest import SMALL, Speedrun
 from tests.experiments.test_race import start, wait_for
 
 SLEEP = [sys.executable, "-c", "import time; print('awake', flush=True); time.sleep(600)"]
@@ -99,3 +102,51 @@ def test_sigterm_to_an_ablation_ends_both_of_its_runs(held_out: TokenFolder, tmp
     results = [read_result(folder).status for folder in (tmp_path / "here" / "runs").iterdir()]
     assert results == ["interrupted"] * 2
     assert not (tmp_path / "here" / "rows.jsonl").exists()
+
+
+# -------------------------------------------------------------------- stored recipes
+
+
+def small_recipe() -> Recipe:
+    return change_recipe("adamw", "pocket", [*SMALL.split(), "schedule.steps=3"])[1]
+
+
+def test_a_stored_recipe_is_trained_and_flags_change_it(
+    held_out: TokenFolder, speedrun: Speedrun, tmp_path: Path
+) -> None:
+    recipe = write_recipe(tmp_path / "mine.json", small_recipe())
+    line = f"train --recipe {recipe} --data {held_out.path} --dtype float32 --threads 1 --compile False --sample False"
+    assert speedrun(*line.split(), "--save", "False", "--out", "as-it-is")[0] == 0
+    assert read_run(Path("as-it-is")).recipe == small_recipe()
+    assert speedrun(*line.split(), "--save", "False", "--out", "changed", "--optim.lr", "0.25", "--steps", "2")[0] == 0
+    assert differences(small_recipe(), read_run(Path("changed")).recipe) == [
+        "optim.lr: 0.01 -> 0.25",
+        "schedule.steps: 3 -> 2",
+    ]
+
+
+@pytest.mark.parametrize("command", ["train", "race", "sweep", "ablate"])
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, "mine.json is missing. Name the file of a stored recipe, or one that `speedrun recipes` lists."),
+        ("{", "mine.json is damaged: "),
+        ("[]", "mine.json is damaged: it is not a JSON object."),
+        ('{"format": 1}', "mine.json was written by an older version of speedrun (format 1; this one reads 2)"),
+        ('{"format": 2}', "mine.json is damaged: Object missing required field `name`."),
+        ('{"format": 2, "name": "a", "track": "pocket", "about": "", "lr": 1}', "mine.json has the field 'lr', which"),
+        ('{"format": 2, "name": "a", "track": "pocket", "about": "", "optim": {"lr": -1.0}}', "mine.json is damaged"),
+        ("short", "mine.json has the size of track 'short', not 'pocket'; pass --track short."),
+    ],
+)
+def test_a_recipe_file_that_cannot_be_used_is_named(
+    command: str, content: str | None, sentence: str, speedrun: Speedrun, tmp_path: Path
+) -> None:
+    if content == "short":
+        write_recipe(tmp_path / "mine.json", get_recipe("normuon", "short"))
+    elif content is not None:
+        (tmp_path / "mine.json").write_text(content)
+    code, _, err = speedrun(command, "--recipe", "mine.json", "--track", "pocket")
+    assert code == 2
+    assert err.startswith(f"speedrun: {sentence}")
+    assert len(err.splitlines()) == 1

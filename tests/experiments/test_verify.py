@@ -211,6 +211,13 @@ def change_a_seed(race: Path) -> None:
     edit(race / "runs/001-A/run.json", change)
 
 
+def start_a_run_with_another_recipe_file(race: Path) -> None:
+    def change(about: Json) -> None:
+        about["command"] = [word.replace("recipe-A.json", "recipe-B.json") for word in about["command"]]
+
+    edit(race / "runs/001-A/run.json", change)
+
+
 def pick_other_seeds(race: Path) -> None:
     """The plan and all runs say these seeds; the commands still know better."""
     edit_plan(race, lambda plan: plan.update(seeds=list(range(6)), random_seeds=False))
@@ -367,6 +374,7 @@ TAMPERING = {
     claim_more_steps: "result.json has 40 steps, the recipe 4",
     drop_a_slow_step: "metrics.jsonl has 3 steps, and not each of 4",
     change_a_learning_rate: "the learning rate of step 1",
+    start_a_run_with_another_recipe_file: "recipe-B.json, planned was recipe-A.json",
     change_a_seed: "its seed is 7, planned was",
     pick_other_seeds: "its command says --seed",
     loosen_alpha: "the seeds do not follow from the plan",
