@@ -62,8 +62,8 @@ def show(recipe: Recipe) -> None:
     say(f"{recipe.schedule.tokens / 1e6:,.2f} M training tokens in {recipe.schedule.total:,} steps")
     grid(recipe.model.table())
     table = Table(Column("field", no_wrap=True), "value", "meaning", box=None)
-    explained = meanings(Recipe)
+    sentences = meanings(Recipe)
     for name, value in fields_of(recipe).items():
         if "." in name:
-            table.add_row(name, f"{value:g}" if isinstance(value, float) else str(value), explained[name])
+            table.add_row(name, f"{value:g}" if isinstance(value, float) else str(value), sentences[name])
     say(table)

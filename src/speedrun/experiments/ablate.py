@@ -176,7 +176,7 @@ class AblationPlan:
 
 def run_ablation(args: AblationArgs, console: Console) -> list["Line"]:
     """Do what the budget allows, and return the table's lines."""
-    check_processes(args.nproc, "auto")
+    check_processes(args.nproc, args.device)
     _, recipe = change_recipe(args.recipe, get_track(args.track).name, args.set)
     track = args.find_track()
     recipe = fit_to_tokens(recipe, track.locate(), track)

@@ -324,7 +324,7 @@ def run_sweep(args: SweepArgs, console: Console) -> None:
         raise UserError(f"--seeds is {' '.join(map(str, args.seeds)) or 'empty'}; name at least one, none negative.")
     fixed = dict(fixed_value(text, base) for text in args.fix)
     ranges = [Range.parse(text, base) for text in args.vary]
-    check_processes(args.nproc, "auto")
+    check_processes(args.nproc, args.device)
     check_ranks(with_fields(base, fixed), args.nproc)
     if args.clock is not None and "schedule.steps" in {*fixed, *(axis.name for axis in ranges)}:
         raise UserError(f"--clock {args.clock:g} decides the steps; drop schedule.steps, or --clock.")
