@@ -20,7 +20,6 @@ from speedrun.experiments.plan import PLAN, Entry, Plan
 from speedrun.experiments.statistics import ALPHA
 from speedrun.experiments.verdict import TEXT, VERDICT, RunSummary, Verdict, decided, judge, read_summary, render
 from speedrun.files import read_json, sha256_file, write_json
-from speedrun.recipes import read_recipe
 from speedrun.tracks import TRACKS
 from speedrun.training import (
     LOG,
@@ -306,7 +305,7 @@ def examine(folder: Path) -> Finding:
 def _rules(folder: Path, plan: Plan) -> Iterator[str]:
     """The plan against itself and its recipe files, and against the track as this version of the program knows it."""
     for side, recipe in plan.recipes.items():
-        if differences(read_recipe(folder / plans.recipe_file(side)), recipe):
+        if differences(read_json(folder / plans.recipe_file(side), Recipe, plans.RESTORE), recipe):
             yield f"{plans.recipe_file(side)} is not the recipe of the plan"
     if plan.random_seeds and plan.seeds != plans.random_seeds(plans.stored(folder), len(plan.seeds)):
         yield "the seeds do not follow from the plan, as it says: something in it was edited"
