@@ -6,26 +6,27 @@
     python scripts/lineage.py plot
 
 Every run is a process of its own. `--cores 0 1` makes two at a time, each with one thread on its own core. Seeds follow
-each other, and the order of the entrants turns round with each seed, so that a machine that grows slower or faster
-favours nobody. No seed that counts was used in tuning.
+each other, and the order of the entrants is reversed with each seed, so that a machine that slows down or speeds up
+favours no recipe. No seed that counts was used in tuning.
 """
 
 import argparse
-import json
 import queue
 import statistics
-import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from scipy import stats
 
+from speedrun.arguments import Settings
+from speedrun.experiments.trial import ChildProcesses, RowLog, Trial, read_rows, run_trial, write_recipe
+from speedrun.recipes import get_recipe
 from speedrun.report.draw import INK, dot, line, picture, text
 from speedrun.tracks import POCKET_TARGET
-from speedrun.training.runlog import read_result
+from speedrun.training.config import with_fields
 
 DOCS = Path(__file__).parents[1] / "docs"
 ROWS = DOCS / "sweeps" / "lineage.jsonl"
@@ -36,20 +37,20 @@ FIRST_SEED = {"lineage": 2000, "findings": 1000}  # 1000 and 1001 decided the nu
 class Entrant:
     name: str
     recipe: str
-    changes: tuple[str, ...] = ()
+    changes: dict[str, Any] = field(default_factory=dict)
 
 
 LINEAGE = [
     Entrant(name, name)
     for name in ("adamw", "orthogonal-nesterov", "muon", "normuon", "interleaved", "medium-before", "medium")
 ]
-SHORT = ("--schedule.steps", "200")  # and the extension of 40: a third of the recipe's steps
+SHORT = {"schedule.steps": 200}  # and the extension of 40: a third of the recipe's steps
 QUESTIONS = {
     "lineage": LINEAGE,
     "findings": [
         Entrant("as the recipe", "interleaved", SHORT),
-        Entrant("bf16 without the remainder", "interleaved", (*SHORT, "--optim.weights", "bf16")),
-        Entrant("beta1 by frequency", "interleaved", (*SHORT, "--optim.row-beta1", "True")),
+        Entrant("bf16 without the remainder", "interleaved", {**SHORT, "optim.weights": "bf16"}),
+        Entrant("beta1 by frequency", "interleaved", {**SHORT, "optim.row_beta1": True}),
     ],
 }
 
@@ -57,7 +58,8 @@ QUESTIONS = {
 def run(question: str, seeds: int, rows_file: Path, cores: list[int]) -> None:
     """Everything that is missing, one run at a time on each of these cores, or on all cores together."""
     entrants = QUESTIONS[question]
-    done = {(r["question"], r["name"], r["seed"]) for r in read(rows_file)}
+    log = RowLog(rows_file, LineageRun)
+    done = {(r["question"], r["name"], r["seed"]) for r in log.rows}
     first = FIRST_SEED[question]
     order = [(e, s) for s in range(first, first + seeds) for e in entrants[:: 1 if s % 2 == 0 else -1]]
     free: queue.Queue[int | None] = queue.Queue()
@@ -66,39 +68,39 @@ def run(question: str, seeds: int, rows_file: Path, cores: list[int]) -> None:
 
     def one(entrant: Entrant, seed: int) -> None:
         core = free.get()
-        row = {"question": question, "name": entrant.name, "seed": seed, **once(entrant, seed, core)}
+        row = {"question": question, "name": entrant.name, "seed": seed, **run_once(entrant, seed, core, processes)}
         free.put(core)
-        with open(rows_file, "a") as f:
-            f.write(json.dumps(row) + "\n")
+        log.add(row)
         print(f"{entrant.name:22} seed {seed}  loss {row['loss']:.4f}  {row['seconds']:.1f} s", flush=True)
 
-    with ThreadPoolExecutor(max(1, len(cores))) as pool:
+    with ThreadPoolExecutor(max(1, len(cores))) as pool, ChildProcesses() as processes:
         for result in [pool.submit(one, e, s) for e, s in order if (question, e.name, s) not in done]:
             result.result()
 
 
-def once(entrant: Entrant, seed: int, core: int | None) -> dict[str, float]:
+@dataclass(frozen=True)
+class LineageRun:
+    """A row of lineage.jsonl."""
+
+    question: str
+    name: str
+    seed: int
+    loss: float
+    seconds: float
+    tokens: int
+    steps: int
+
+
+def run_once(entrant: Entrant, seed: int, core: int | None, processes: ChildProcesses) -> dict[str, Any]:
     """One timed run without validations on the way, on one core or on all of them."""
+    fixed = {"validation.first": False, "validation.every": 10**6}
+    recipe = with_fields(get_recipe(entrant.recipe, "pocket"), {**fixed, **entrant.changes})
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "speedrun", "train", "--recipe", entrant.recipe, "--seed", str(seed)]
-        command += ["--out", f"{folder}/run", "--checkpoint-every", "0", "--save", "False", "--sample", "False"]
-        command += ["--validation.first", "False", "--validation.every", "1000000", *entrant.changes]
-        if core is not None:
-            command = ["taskset", "--cpu-list", str(core), *command, "--threads", "1"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode not in (0, 1):
-            sys.exit(f"{entrant.name} with seed {seed} failed:\n{done.stderr}")
-        result = read_result(Path(folder) / "run")
-    return {
-        "loss": result.val_loss,
-        "seconds": result.train_time,
-        "tokens": result.tokens,
-        "steps": result.steps,
-    }
-
-
-def read(rows_file: Path) -> list[dict]:
-    return [json.loads(line) for line in rows_file.read_text().splitlines()] if rows_file.exists() else []
+        file = write_recipe(Path(folder) / "recipe.json", recipe)
+        settings = Settings(threads=None if core is None else 1)
+        prefix = () if core is None else ("taskset", "--cpu-list", str(core))
+        result = run_trial(Trial(file, seed, Path(folder) / "run", settings), processes, prefix=prefix)
+    return {"loss": result.val_loss, "seconds": result.train_time, "tokens": result.tokens, "steps": result.steps}
 
 
 def of(rows: list[dict], question: str, name: str, field: str) -> list[float]:
@@ -195,9 +197,9 @@ def main() -> None:
     if args.action == "run":
         run(args.only, args.seeds, args.rows, args.cores)
     elif args.action == "table":
-        print((table if args.only == "lineage" else differences)(args.only, read(args.rows)))
+        print((table if args.only == "lineage" else differences)(args.only, read_rows(args.rows, LineageRun)))
     else:
-        (DOCS / "images" / "lineage.svg").write_text(plot(read(args.rows)))
+        (DOCS / "images" / "lineage.svg").write_text(plot(read_rows(args.rows, LineageRun)))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""speedrun as a library: train, load, and the same sentences as the command."""
+"""speedrun as a library: train, load, race, and the same sentences as the commands."""
 
+import json
 import re
 import subprocess
 import sys
@@ -12,7 +13,10 @@ import torch
 
 import speedrun
 from speedrun.data.shards import TokenFolder
+from speedrun.experiments.verification import examine
+from speedrun.training.config import with_fields
 from speedrun.training.runlog import read_metrics
+from tests.experiments.conftest import here as here
 from tests.training.tiny import TINY
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
@@ -104,13 +108,50 @@ def test_what_cannot_be_loaded_is_named(trained: speedrun.Run, tmp_path: Path) -
         _ = speedrun.trian  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"recipe": "adamm"}, "Unknown recipe 'adamm'. Did you mean 'adamw'?"),
+        ({"recipe": "none.json"}, "none.json is missing. Name the file of a stored recipe, or one that"),
+        ({"runs": 1}, "--runs is 1; it must be at least 2."),
+        ({"seeed": 1}, "'seeed' is not an option of a race. Did you mean 'seed'?"),
+        ({"dtype": "float16"}, "float16"),
+        ({"data": None}, "--target 9.0 goes with --data; the target of track 'pocket' is fixed."),
+        ({"against": "adamw", "runs": 5}, "--runs is 5; an ABBA block has two runs a side, so choose 4 or 6."),
+    ],
+    ids=str,
+)
+def test_a_mistake_in_a_race_raises_one_sentence(
+    arguments: dict[str, Any], sentence: str, tokens: TokenFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = {"recipe": TINY, "data": tokens.path, "target": 9.0, "dtype": "float32", "progress": False, **arguments}
+    with pytest.raises(speedrun.UserError, match=re.escape(sentence)):
+        speedrun.race(**given)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_race_of_recipes_that_only_the_program_has(
+    tokens: TokenFolder, tmp_path: Path, here: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    other = with_fields(TINY, {"optim.lr": 0.02})
+    options: dict[str, Any] = {"data": tokens.path, "target": 9.0, "out": tmp_path / "race", "progress": False}
+    verdict = speedrun.race(TINY, other, runs=4, dtype="float32", threads=1, compile=False, **options)
+    assert isinstance(verdict, speedrun.Verdict)
+    assert verdict.sides["A"].valid
+    assert verdict.sides["B"].loss != verdict.sides["A"].loss
+    assert [run.side for run in verdict.runs] == list("ABBAABBA")
+    assert json.loads((tmp_path / "race/verdict.json").read_text())["why"] == verdict.why
+    assert examine(tmp_path / "race").problems == []
+
+
 def test_importing_speedrun_loads_no_torch() -> None:
     script = "import sys, speedrun; assert not sys.modules.keys() & {'torch', 'numpy', 'rich', 'tyro'}; speedrun.train"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_the_page_runs_as_printed(
-    tokens: TokenFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tokens: TokenFolder, here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my-tokens").symlink_to(tokens.path)

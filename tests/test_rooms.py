@@ -1,7 +1,12 @@
 """The house has rooms, and data walks through them one way: a lower room never imports a higher one."""
 
 import ast
+import importlib
+import inspect
+import sys
 from pathlib import Path
+
+import pytest
 
 import speedrun
 
@@ -12,23 +17,23 @@ MAY_IMPORT = {
     "errors": set(),
     "lazy": set(),
     "templates": set(),
-    "options": set(),
+    "arguments": {"checks"},
     "checks": {"errors"},
     "files": {"errors"},
     "optim": set(),
-    "data": {"errors", "checks", "files"},
-    "model": {"errors", "checks"},
+    "data": {"lazy", "errors", "checks", "files"},
+    "model": {"lazy", "errors", "checks"},
     "tracks": {"errors", "files", "data"},
-    "training": {"errors", "checks", "files", "data", "model", "optim", "tracks"},
-    "recipes": {"errors", "data", "model", "optim", "training"},
+    "training": {"lazy", "errors", "checks", "files", "data", "model", "optim", "tracks"},
+    "recipes": {"errors", "files", "data", "model", "optim", "tracks", "training"},
     "sample": {"errors", "data", "model", "training"},
     "doctor": {"errors", "files", "data", "model", "tracks", "training"},
     "gpu_report": {"errors", "files", "templates", "data", "model", "optim", "training", "doctor"},
-    "api": {"errors", "checks", "data", "model", "recipes", "sample", "tracks", "training"},
-    "experiments": {"errors", "checks", "options", "files", "templates", "tracks", "training", "recipes"},
+    "api": {"errors", "checks", "data", "experiments", "model", "recipes", "sample", "tracks", "training"},
+    "experiments": {"lazy", "errors", "arguments", "checks", "files", "templates", "tracks", "training", "recipes"},
     "report": {
+        "lazy",
         "errors",
-        "options",
         "files",
         "templates",
         "model",
@@ -72,6 +77,56 @@ def test_no_room_imports_a_higher_one() -> None:
             continue
         inside = {name.removeprefix("speedrun.") for name in imports_of(file) if name.startswith("speedrun.")}
         assert inside <= MAY_IMPORT[room] | {room}, f"{file} imports {inside - MAY_IMPORT[room] - {room}}"
+
+
+FACES = {path.parent.name for path in PACKAGE.glob("*/__init__.py")} - {"cli", "templates"}
+
+
+def past_a_face(file: Path, room: str) -> list[str]:
+    """Imports of another room that are not among the names that its `__init__` offers."""
+    found = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            named = [(alias.name.split("."), None) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            named = [(node.module.split("."), alias.name) for alias in node.names]
+        else:
+            continue
+        for parts, name in named:
+            if parts[0] != "speedrun" or len(parts) < 2 or parts[1] == room or parts[1] not in FACES:
+                continue
+            offered = importlib.import_module(f"speedrun.{parts[1]}").__all__
+            if len(parts) > 2 or name not in offered:
+                found.append(f"{file}:{node.lineno} {'.'.join(parts)} {name or ''}")
+    return found
+
+
+def test_no_room_reaches_past_the_face_of_another() -> None:
+    """Tests, benchmarks and scripts may: they look into the rooms on purpose."""
+    files = sorted(PACKAGE.rglob("*.py"))
+    assert [line for file in files for line in past_a_face(file, room_of(file))] == []
+
+
+@pytest.mark.parametrize("room", sorted(FACES))
+def test_a_face_offers_what_it_names(room: str) -> None:
+    face = importlib.import_module(f"speedrun.{room}")
+    offered = {name: getattr(face, name) for name in face.__all__}
+    assert offered
+    for name, value in offered.items():  # a function of the name of its module would be hidden by that
+        assert inspect.ismodule(value) == (value is sys.modules.get(f"speedrun.{room}.{name}")), name
+
+
+def test_an_import_past_a_face_is_found(tmp_path: Path) -> None:
+    file = tmp_path / "new.py"
+    file.write_text(
+        "from speedrun.training.step import Trainer\nimport speedrun.model.gpt\nfrom speedrun.data import _secret\n"
+        "from speedrun.optim import Adam\nfrom speedrun.errors import UserError\n"
+    )
+    assert [line.split(":")[1] for line in past_a_face(file, "cli")] == [
+        "1 speedrun.training.step Trainer",
+        "2 speedrun.model.gpt ",
+        "3 speedrun.data _secret",
+    ]
 
 
 def test_the_optimizers_can_be_lifted_out() -> None:

@@ -1,31 +1,47 @@
-"""speedrun as a library: `train` does what the command of this name does, `load` opens a run folder.
+"""speedrun as a library: `train` and `race` do what the commands of these names do, `load` opens a run folder.
 
 Mistakes raise `speedrun.UserError`, a ValueError, with the sentence that the command prints.
 """
 
+import contextlib
 import dataclasses
 import inspect
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rich.console import Console
 
 from speedrun.checks import check_options
-from speedrun.data.tokenizer import Tokenizer
-from speedrun.errors import UserError, similar
-from speedrun.model.gpt import GPT
-from speedrun.recipes import default_for, get_recipe
-from speedrun.recipes.published import get_curve
+from speedrun.data import Tokenizer
+from speedrun.errors import UserError, nearest, similar
+from speedrun.model import GPT
+from speedrun.recipes import DEFAULT, default_for, get_curve, get_recipe
 from speedrun.sample import load_model, sample_text
-from speedrun.tracks import find_track, get_track
+from speedrun.tracks import Track, find_track, get_track
+from speedrun.training import (
+    RESULT,
+    Machine,
+    Options,
+    Recipe,
+    Result,
+    RunInfo,
+    choose,
+    fields_of,
+    read_metrics,
+    read_result,
+    read_run,
+    with_fields,
+)
 from speedrun.training import run as runs
-from speedrun.training.config import Options, Recipe, fields_of, with_fields
-from speedrun.training.device import choose
-from speedrun.training.runlog import RESULT, Result, RunInfo, read_metrics, read_result, read_run
+
+if TYPE_CHECKING:
+    from speedrun.experiments import Verdict
 
 OPTIONS = {f.name for f in dataclasses.fields(Options)}
 
@@ -144,7 +160,7 @@ def train(
 
     Ctrl-C saves a checkpoint and raises KeyboardInterrupt; `speedrun train --resume` continues.
 
-    recipe: a name, or a Recipe; default: that of the track.
+    recipe: a name, the file of a stored one, or a Recipe; default: that of the track.
     changes: options of a run (`seed=1`, `keep=3`, `save=False`...), and fields of the recipe, by their dotted names
     (`**{"schedule.steps": 20}`) or by part (`schedule={"steps": 20}`).
     """
@@ -158,25 +174,97 @@ def train(
         close = similar(name, [*known, *OPTIONS, *inspect.signature(train).parameters])
         way_out = close or " `speedrun recipes show NAME` lists the fields."
         raise UserError(f"{name!r} is neither an option of a run nor a field of recipe {recipe.name!r}.{way_out}")
-    recipe = with_fields(recipe, fields)
-    if steps is not None:
-        recipe = dataclasses.replace(recipe, schedule=recipe.schedule.scaled(steps))
+    recipe = with_steps(with_fields(recipe, fields), steps)
     found = find_track(track, Path(data) if data else None, target, val_tokens)
     machine = choose(
         device, dtype, threads, attention, recipe.model, recipe.schedule.max_tokens,
         memory=memory, deterministic=deterministic,
     )  # fmt: skip
-    options = Options(
-        **asked,
-        compile=runs.worth_compiling(recipe, machine) if compile is None else compile,
-        checkpoint_every=runs.default_checkpoint_every(recipe, found) if checkpoint_every is None else checkpoint_every,
-        curve=get_curve(curve, recipe.name, found.name),
+    shown = get_curve(curve, recipe.name, found.name)
+    options = make_options(
+        recipe, found, machine, compile=compile, checkpoint_every=checkpoint_every, curve=shown, **asked
     )
-    check_options(options)
     outcome = runs.start(recipe, found, machine, options, out=Path(out) if out else None, quiet=not progress)
     if outcome.result.status == "interrupted":
         raise KeyboardInterrupt
     return Run(outcome.folder)
+
+
+def with_steps(recipe: Recipe, steps: int | None) -> Recipe:
+    """The recipe with its schedule scaled to a number of steps; None: as it is."""
+    return recipe if steps is None else dataclasses.replace(recipe, schedule=recipe.schedule.scaled(steps))
+
+
+def make_options(
+    recipe: Recipe,
+    track: Track,
+    machine: Machine,
+    *,
+    compile: bool | None,
+    checkpoint_every: int | None,
+    notice: Callable[[str], object] = lambda line: None,
+    **options: Any,
+) -> Options:
+    """The options of a run, checked; `notice` gets a line for each that is turned off by default here."""
+    if checkpoint_every is None:
+        checkpoint_every = runs.default_checkpoint_every(recipe, track)
+        if not checkpoint_every:
+            notice(
+                f"no checkpoints on the way: the clock of track {track.name!r} would count them; "
+                f"--checkpoint-every {recipe.validation.every} writes them, for a run that may have to be resumed"
+            )
+    if compile is None:
+        compile = runs.worth_compiling(recipe, machine)
+        if not compile:
+            steps = f"{recipe.schedule.total} step{'s' * (recipe.schedule.total != 1)}"
+            notice(f"torch.compile is not used: {steps} are sooner done without it; --compile uses it")
+    made = Options(**{**options, "compile": compile, "checkpoint_every": checkpoint_every})
+    check_options(made)
+    return made
+
+
+def race(
+    recipe: str | Path | Recipe = DEFAULT,
+    against: str | Path | Recipe | None = None,
+    track: str = "pocket",
+    *,
+    data: str | Path | None = None,
+    target: float | None = None,
+    runs: int = 10,
+    out: str | Path | None = None,
+    progress: bool = True,
+    **options: Any,
+) -> "Verdict":
+    """Race a recipe against a target or another recipe, or continue the race in `out`, and return the verdict.
+
+    Every run is a process of its own. recipe, against: a name, the file of a stored one, or a Recipe. options: other
+    flags of `speedrun race` (`kind="systems"`, `seed=1`, `dtype="float32"`, `set=("optim.lr=0.01",)`...).
+    """
+    from speedrun.experiments import RaceArgs, run_race, write_recipe
+
+    known = [field.name for field in dataclasses.fields(RaceArgs)]
+    for name in options.keys() - {*known}:
+        raise UserError(f"{name!r} is not an option of a race.{nearest(name, known)}")
+    with contextlib.ExitStack() as stack:
+
+        def named(side: str | Path | Recipe) -> str:
+            if not isinstance(side, Recipe):
+                return str(side)
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            return str(write_recipe(folder / f"{side.name}.json", side))
+
+        args = RaceArgs(
+            recipe=named(recipe),
+            against=None if against is None else named(against),
+            track=track,
+            data=Path(data) if data else None,
+            target=target,
+            runs=runs,
+            out=Path(out) if out else None,
+            **options,
+        )
+        check_options(args)
+        return run_race(args, Console(quiet=not progress, highlight=False, soft_wrap=True, markup=False, emoji=False))
 
 
 def _dotted(changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,10 +9,9 @@ import torch
 import speedrun
 from speedrun.errors import UserError
 from speedrun.files import home
-from speedrun.model.head import describe_fp8
+from speedrun.model import describe_fp8
 from speedrun.tracks import TRACKS
-from speedrun.training import telemetry
-from speedrun.training.device import Machine, compiler_problem
+from speedrun.training import Machine, compiler_problem, telemetry
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ FORMAT = 2
 """Format of all stored JSON files; a file without a number has format 1."""
 DELETE = "Delete that line."
 LARGEST = 2**28
-"""Bytes. A larger file is none of ours, and reading it would fill the memory."""
+"""Bytes. A larger file is not a stored one, and reading it would fill the memory."""
 
 
 def home() -> Path:
@@ -67,8 +67,8 @@ def fsync_folder(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """Turn the file errors a person can mend into a sentence. `path` is what was being written."""
+def file_errors(path: Path) -> Iterator[None]:
+    """Turn file errors that a user can correct into a UserError. `path` is what was being written."""
     try:
         yield
     except PermissionError as e:
@@ -86,7 +86,7 @@ def explained(path: Path) -> Iterator[None]:
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """A file to write into, which becomes `path` when the block ends well, and vanishes when it does not."""
     path = path.resolve()  # a link stays a link
-    with explained(path):
+    with file_errors(path):
         if path.exists() and not path.is_file() and not path.is_dir():
             raise UserError(f"{path} is a device or a pipe, not a file. Choose another name.")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -240,8 +240,8 @@ def _unknown(stored: Any, read: Any, prefix: str) -> tuple[str, list[str]] | Non
 def sweep(folder: Path, pattern: str) -> None:
     """Remove what killed processes left in `folder`; names that match `pattern` end in `-<process id>`.
 
-    Those of this very process go too (in a container every attempt may have the same id), so only whoever
-    alone writes names of this pattern may call it.
+    Those of this process are removed, too (in a container every attempt may have the same id), so only the one writer
+    of names of this pattern may call it.
     """
     for stale in folder.glob(pattern):
         owner = stale.name.rsplit("-", 1)[-1]
@@ -261,9 +261,9 @@ def new_folder(path: Path) -> Iterator[Path]:
     A folder already at `path` is replaced; killed between the two renames which that takes, a process leaves
     `path` absent. What killed processes leave is swept on the next call.
     """
-    with explained(path):
+    with file_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.is_dir():  # a folder may be replaced, somebody's file may not
+        if path.exists() and not path.is_dir():  # a folder may be replaced, a file may not
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
         sweep(path.parent, f".{glob.escape(path.name)}.tmp-*")
         temporary = path.parent / f".{path.name}.tmp-{os.getpid()}"
@@ -289,11 +289,11 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def scratch(folder: Path) -> Iterator[Path]:
-    """A place for downloads inside `folder`, gone afterwards, and so is what killed processes left of theirs.
+    """A temporary folder for downloads inside `folder`; those that killed processes left are removed.
 
-    Whoever calls this holds the folder's lock.
+    The caller holds the folder's lock.
     """
-    with explained(folder):
+    with file_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for stale in folder.glob(".fetch-*"):
             shutil.rmtree(stale, ignore_errors=True)
@@ -314,9 +314,9 @@ def locked(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[B
     """Hold an exclusive lock between processes (and threads) while the block runs; `path` is its own file.
 
     The system drops the lock when its holder dies, so a killed process never blocks the next one. `waiting`
-    is called once when somebody else holds it. A process that inherits the file holds the lock, too.
+    is called once when another process holds it. A process that inherits the file holds the lock, too.
     """
-    with explained(path):
+    with file_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "a+b")  # noqa: SIM115, closed below, and only then unlocked
     try:

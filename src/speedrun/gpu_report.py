@@ -6,7 +6,7 @@ speedrun doctor --gpu-report --recipe medium --track medium
 
 Every kind of step of the recipe is compiled and run a few times on made-up tokens: seconds to compile, milliseconds,
 kernel launches, host syncs, memory, each beside what `python -m benchmarks.gpu` predicted for it. Attention and the
-8-bit head are compared with plain versions. One Markdown file says it all, to be attached to an issue.
+8-bit head are compared with plain versions. The result is one Markdown file, to be attached to an issue.
 """
 
 import dataclasses
@@ -24,23 +24,29 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from speedrun.data.shards import TokenFolder
+from speedrun.data import TokenFolder
 from speedrun.doctor import Finding
-from speedrun.model.attention import Backend, attend, reference_attend
-from speedrun.model.head import fp8_linear
-from speedrun.optim.sharded import Comm
+from speedrun.model import Backend, attend, fp8_linear, reference_attend
+from speedrun.optim import Comm
 from speedrun.templates import markdown
-from speedrun.training import telemetry, trace
-from speedrun.training.clock import synchronize
-from speedrun.training.config import Options, Recipe
-from speedrun.training.device import Machine
-from speedrun.training.job import Job
-from speedrun.training.memory import compiled_graph, gib, memory_of, table
-from speedrun.training.progress import Progress
-from speedrun.training.runlog import NullRunFolder
-from speedrun.training.schedule import Stage
-from speedrun.training.step import Trainer
-from speedrun.training.warmup import made_up
+from speedrun.training import (
+    Job,
+    Machine,
+    NullRunFolder,
+    Options,
+    Progress,
+    Recipe,
+    Stage,
+    Trainer,
+    compiled_graph,
+    gib,
+    made_up,
+    memory_of,
+    synchronize,
+    telemetry,
+    trace,
+)
+from speedrun.training import memory_table as table
 
 LAUNCH = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")  # and their variants: ...ExC, ...Ex
 SYNC = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
@@ -258,7 +264,7 @@ def order_lines(trainer: Trainer) -> list[Line]:
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         trainer.step(dataclasses.replace(stage, lr=1e-3), batch)
     spans = trace.spans(profiled)
-    # The agreement goes through a group of its own.
+    # The agreement has its own process group.
     launched = [f"{span.op} {span.item}" for span in spans if span.kind == "launch" and span.item != "agreement"]
     waited = sum(span.end - span.start for span in spans if span.kind == "wait")
     gathered = trainer.comm.all_gather_object((launched, waited))

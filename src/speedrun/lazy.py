@@ -21,13 +21,14 @@ def lazy(package: str) -> tuple[Callable[[str], Any], list[str]]:
     tree = ast.parse(Path(str(sys.modules[package].__file__)).read_text(encoding="utf-8"))
     block = next(node for node in tree.body if isinstance(node, ast.If))
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    modules = {alias.name: str(node.module) for node in imports for alias in node.names}
+    found = {alias.asname or alias.name: (str(node.module), alias.name) for node in imports for alias in node.names}
 
     def __getattr__(name: str) -> Any:
-        if name not in modules:
+        if name not in found:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        if modules[name] == package:
+        module, own_name = found[name]
+        if module == package:
             return importlib.import_module(f"{package}.{name}")
-        return getattr(importlib.import_module(modules[name]), name)
+        return getattr(importlib.import_module(module), own_name)
 
-    return __getattr__, sorted(modules)
+    return __getattr__, sorted(found)

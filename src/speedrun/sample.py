@@ -9,11 +9,10 @@ from pathlib import Path
 
 import torch
 
-from speedrun.data.tokenizer import Tokenizer
+from speedrun.data import Tokenizer
 from speedrun.errors import UserError
-from speedrun.model.gpt import GPT
-from speedrun.training import checkpoint
-from speedrun.training.runlog import read_run
+from speedrun.model import GPT
+from speedrun.training import checkpoint, read_run
 
 
 def load_model(run: Path, device: torch.device) -> tuple[GPT, Tokenizer]:
@@ -29,9 +28,8 @@ def load_model(run: Path, device: torch.device) -> tuple[GPT, Tokenizer]:
             f"{run} has no tokenizer.json, which turns tokens into text; copy the one beside its tokens there."
         )
     model = GPT(recipe.model, recipe.context)
-    weights = {n.removeprefix("model."): t for n, t in saved.tensors.items() if n.startswith("model.")}
     try:
-        model.load_state_dict(weights)
+        model.load_state_dict(saved.weights)
     except RuntimeError as e:
         raise UserError(
             f"{saved.path} does not fit the model that {run / 'run.json'} describes; restore that file from a copy."

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from speedrun.data import pocket
-from speedrun.data.fineweb import load as fineweb
-from speedrun.data.shards import TokenFolder
+from speedrun.data import TokenFolder, pocket
+from speedrun.data import load as fineweb
 from speedrun.errors import UserError, nearest
 
 # The mean of five fresh seeds of the tuned `adamw` recipe (4.2895) plus two standard deviations (0.0069), rounded up to
@@ -36,7 +35,7 @@ class Track:
     compiler_flags: bool = True
     """Whether a recipe may tell torch.compile more than what to compile."""
     checkpoints: bool = True
-    """Whether a run writes checkpoints on the way unless told otherwise. They are inside the clock."""
+    """Whether a run writes checkpoints on the way by default. They are inside the clock."""
 
 
 TRACKS = {
@@ -81,7 +80,7 @@ def get_track(name: str) -> Track:
 def find_track(
     track: str = "pocket", data: Path | None = None, target: float | None = None, val_tokens: int | None = None
 ) -> Track:
-    """A track by name, or one made of your own tokens. With `val_tokens` validation is cut short: no target then."""
+    """A track by name, or one of your own tokens. With `val_tokens` validation is cut short: no target then."""
     if target is not None and data is None:
         raise UserError(f"--target {target} goes with --data; the target of track {track!r} is fixed.")
     found = own_track(data, target) if data else get_track(track)

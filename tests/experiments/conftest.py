@@ -14,7 +14,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from speedrun import cli
 from speedrun.data.shards import TokenFolder, write_shard
 from speedrun.experiments.plan import Entry
-from speedrun.experiments.race import Course
+from speedrun.experiments.race import RaceRunner
 from tests.conftest import make_token_folder
 
 cache_dir()  # sets TORCHINDUCTOR_CACHE_DIR, which torch would otherwise set during the first run of a race
@@ -43,9 +43,9 @@ def held_out(tmp_path_factory: pytest.TempPathFactory) -> TokenFolder:
     return TokenFolder.describe(tokens.path, tokenizer="pocket", vocab_size=tokens.vocab_size, bos=tokens.bos)
 
 
-def run_here(course: Course, entry: Entry, path: Path, tick: object) -> None:
+def run_here(runner: RaceRunner, entry: Entry, path: Path, tick: object) -> None:
     """A run of a race inside this process: the same training without the seconds that starting Python takes."""
-    command = course.command(entry, path)[3:]
+    command = runner.trial(entry, path).command[3:]
     before, sys.argv = sys.argv, ["speedrun", *command]
     try:
         cli.main(command)
@@ -56,7 +56,7 @@ def run_here(course: Course, entry: Entry, path: Path, tick: object) -> None:
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Races of this test run inside this process."""
-    monkeypatch.setattr(Course, "execute", run_here)
+    monkeypatch.setattr(RaceRunner, "execute", run_here)
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def speedrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capt
 def raced(held_out: TokenFolder, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a race of three blocks, four steps against forty: side A is faster. Nobody writes to it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Course, "execute", run_here)
+        patch.setattr(RaceRunner, "execute", run_here)
         for _ in range(3):  # a machine that stalls can eat even this margin: then the race is run again
             folder = tmp_path_factory.mktemp("races") / "small"
             if cli.main([*words("--runs 6", held_out.path, against_steps=40), "--out", str(folder)]) == 0:

@@ -15,15 +15,15 @@ from scipy import stats
 from speedrun import cli
 from speedrun.data.shards import TokenFolder
 from speedrun.experiments import ablate
-from speedrun.experiments.ablate import BASE, SHORTER, Ablate, Line, lines_of, switches_of, variants
-from speedrun.experiments.children import Children
+from speedrun.experiments.ablate import BASE, SHORTER, AblationArgs, Line, lines_of, switches_of, variants
 from speedrun.experiments.statistics import Effect, effect, holm
+from speedrun.experiments.trial import ChildProcesses
 from speedrun.files import write_json
 from speedrun.recipes import RECIPES, get_recipe
 from speedrun.report.ablation import ablation_svg, bounds
 from speedrun.templates import markdown
 from speedrun.training.config import differences
-from speedrun.training.runlog import Result, now, plain
+from speedrun.training.runlog import Result, now, to_jsonable
 from tests.experiments.conftest import SMALL, Speedrun
 
 LINE = f"ablate --recipe adamw --set {SMALL} schedule.steps=10 --threads 1 --compile False"
@@ -37,7 +37,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, minutes: float = 1.0) -> list[tuple
     """Runs whose loss is a formula; returns what is run, as it comes."""
     ran: list[tuple[str, int]] = []
 
-    def execute(given: Ablate, children: Children, name: str, recipe: object, seed: int) -> dict[str, Any]:
+    def execute(args: AblationArgs, children: ChildProcesses, name: str, recipe: object, seed: int) -> dict[str, Any]:
         ran.append((name, seed))
         loss = 4.0 + 0.001 * seed + {BASE: 0.0, SHORTER: 0.02, "qk-norm": 0.04, "zero-init": -0.01}.get(name, 0.0)
         noise = 0.001 * math.sin(1000 * seed + len(name))
@@ -55,7 +55,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, minutes: float = 1.0) -> list[tuple
 def test_every_switch_of_every_recipe_can_be_turned_off_alone(name: str) -> None:
     for size in RECIPES[name]:
         recipe = get_recipe(name, size)
-        found = variants(recipe, Ablate())
+        found = variants(recipe, AblationArgs())
         assert list(found)[:2] == [BASE, SHORTER]
         assert set(found) == {BASE, SHORTER, *switches_of(recipe)}
         for switch, other in found.items():
@@ -72,7 +72,7 @@ def test_the_default_recipe_has_what_its_page_promises() -> None:
 
 def test_pairs_are_turned_off_together() -> None:
     recipe = get_recipe("normuon", "pocket")
-    both = variants(recipe, Ablate(pairs=("smear+skips",)))["smear+skips"]
+    both = variants(recipe, AblationArgs(pairs=("smear+skips",)))["smear+skips"]
     assert (both.model.smear, both.model.skips) == (False, ())
 
 
@@ -116,9 +116,9 @@ def test_the_table_is_sorted_and_keeps_what_harms_and_what_failed() -> None:
     assert a.p < 0.001
     assert b.loss is not None
     assert b.loss.high < 0
-    text = "\n".join("  ".join(row) for row in ablate.table(lines))
+    text = "\n".join("  ".join(row) for row in ablate.ablation_table(lines))
     assert "5 runs failed" in text
-    assert "| a | 5 |" in markdown(ablate.table(lines))
+    assert "| a | 5 |" in markdown(ablate.ablation_table(lines))
 
 
 def test_one_huge_effect_does_not_flatten_the_others() -> None:
@@ -143,10 +143,10 @@ def test_a_real_ablation_of_one_switch(
 ) -> None:
     """Real training, inside this process: three starts of Python would take longer than everything else."""
 
-    def run_here(_: Children, words: list[str]) -> subprocess.CompletedProcess[str]:
+    def run_here(processes: ChildProcesses, words: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(words, cli.main(words[3:]), "", "")
 
-    monkeypatch.setattr(Children, "run", run_here)
+    monkeypatch.setattr(ChildProcesses, "run", run_here)
     extra = "--switches zero-init --seeds 1 --plot a.svg --markdown a.md"
     code, _, err = speedrun(*shlex.split(LINE), "--data", held_out.path, *extra.split())
     assert (code, err) == (0, "")
@@ -186,7 +186,7 @@ def test_jobs_share_the_cores(held_out: TokenFolder, speedrun: Speedrun, monkeyp
     """Two runs at a time, each with half of the cores, while a third one waits for its turn."""
     both, threads, ranks = threading.Barrier(2, timeout=30), [], []
 
-    def process(_: Children, words: list[str]) -> subprocess.CompletedProcess[str]:
+    def process(processes: ChildProcesses, words: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         if len(threads) < 2:
             both.wait()  # nobody gets here alone
         threads.append(words[words.index("--threads") + 1])
@@ -211,10 +211,10 @@ def test_jobs_share_the_cores(held_out: TokenFolder, speedrun: Speedrun, monkeyp
         )
         folder = Path(words[words.index("--out") + 1])
         folder.mkdir(parents=True)
-        write_json(folder / "result.json", plain(result))
+        write_json(folder / "result.json", to_jsonable(result))
         return subprocess.CompletedProcess(words, 0, "", "")
 
-    monkeypatch.setattr(Children, "run", process)
+    monkeypatch.setattr(ChildProcesses, "run", process)
     monkeypatch.setattr(ablate, "usable_cores", lambda: 6)
     line = LINE.replace("--threads 1", "--jobs 2 --seeds 1 --switches zero-init")
     assert speedrun(*shlex.split(line), "--data", held_out.path)[0] == 0

@@ -13,10 +13,11 @@ import pytest
 from speedrun import cli
 from speedrun.data.shards import TokenFolder
 from speedrun.experiments.plan import Entry, Plan
-from speedrun.experiments.race import Course
+from speedrun.experiments.race import RaceRunner
 from speedrun.experiments.records import describe, readme
-from speedrun.experiments.sweep import Bench
-from speedrun.experiments.verdict import judge, read_row
+from speedrun.experiments.sweep import SweepRunner
+from speedrun.experiments.trial import Trial
+from speedrun.experiments.verdict import judge, read_summary
 from speedrun.experiments.verification import examine
 from speedrun.report.race_page import plan_section
 from speedrun.training.runlog import read_metrics, read_run
@@ -27,13 +28,13 @@ from tests.experiments.test_race import start, wait_for
 needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
 
 
-def ranks_here(course: Course, entry: Entry, path: Path, tick: object) -> None:
+def ranks_here(runner: RaceRunner, entry: Entry, path: Path, tick: object) -> None:
     """A run of a race as copies of this process: real ranks without the seconds that starting Python takes."""
-    command = course.command(entry, path)[3:]
+    command = runner.trial(entry, path).command[3:]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    size = course.plan.settings.nproc
+    size = runner.plan.settings.nproc
     ranks = []
     for rank in range(size):
         ranks.append(os.fork())
@@ -100,7 +101,7 @@ def test_a_race_in_two_processes_stopped_killed_and_continued(
     race = start(line, tmp_path)
     wait_for(training(folder / "runs/001-A", attempts=1), race)
     ranks = kill_race_and_launcher(race)
-    monkeypatch.setattr(Course, "execute", ranks_here)
+    monkeypatch.setattr(RaceRunner, "execute", ranks_here)
     code, out, err = speedrun(*line)
     assert (code in (0, 1), err) == (True, "")
     assert not any(map(running, ranks))
@@ -135,23 +136,23 @@ def test_kill_minus_nine_with_a_launcher(held_out: TokenFolder, tmp_path: Path) 
     assert [p.name for p in (folder / "interrupted").iterdir()] == ["002-B-1"]
     found = examine(folder)
     assert found.problems == []
-    assert len(found.rows) == 8
+    assert len(found.runs) == 8
 
 
 def test_somebody_who_stops_a_launcher_stops_the_race(
     held_out: TokenFolder, speedrun: Speedrun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Course, "command", lambda *_: [sys.executable, "-c", "import sys; sys.exit(143)"])
+    monkeypatch.setattr(Trial, "command", [sys.executable, "-c", "import sys; sys.exit(143)"])
     code, out, err = speedrun(*words("--runs 2 --nproc 2", held_out.path))
     assert (code, err) == (130, "speedrun: stopped\n")
-    assert "The same command goes on" in out
+    assert "The same command continues" in out
 
 
 def test_what_a_rank_says_is_told_and_not_the_log_of_its_launcher(
     held_out: TokenFolder, speedrun: Speedrun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = "import sys; sys.exit('speedrun: The disk is full.\\nE1118 failed (exitcode: 2) local_rank: 0')"
-    monkeypatch.setattr(Course, "command", lambda *_: [sys.executable, "-c", program])
+    monkeypatch.setattr(Trial, "command", [sys.executable, "-c", program])
     assert "Run 001-A ended without a result: The disk is full. Mend" in speedrun(*words("--runs 2", held_out.path))[2]
 
 
@@ -171,19 +172,19 @@ def test_more_processes_than_gpus_are_refused(
 def test_a_sweep_hands_it_to_its_trials_and_skips_candidates_that_cannot_run(
     held_out: TokenFolder, speedrun: Speedrun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trials: list[list[str]] = []
+    trials: list[int] = []
 
-    def execute(bench: Bench, kind: str, changes: dict, seed: int, steps: int, key: str) -> dict:
-        trials.append(bench.train_command(changes))
+    def execute(runner: SweepRunner, kind: str, changes: dict, seed: int, steps: int, key: str) -> dict:
+        trials.append(runner.args.nproc)
         row = {"key": key, "kind": kind, "fields": changes, "seed": seed, "steps": steps, "minutes": 0.0}
         return row | {"status": "ok", "loss": 1.0, "train_time": 1.0, "tokens": 1}
 
-    monkeypatch.setattr(Bench, "execute", execute)
+    monkeypatch.setattr(SweepRunner, "execute", execute)
     line = ["sweep", "--recipe", "adamw", "--data", str(held_out.path), "--nproc", "2", "--method", "grid"]
     fields = [*SMALL.split(), "model.fp8_head=True"]
     code, out, _ = speedrun(*line, "--fix", *fields, "--vary", "schedule.rows=1,4,4096")
     assert code == 0
-    assert [words[words.index("--nproc") + 1] for words in trials] == ["2"]
+    assert trials == [2]
     assert "skipped" in out
     assert "There are 2 ranks, but a step has only 1 row to deal out" in out
     assert "rounds to zero in 8-bit floats" in " ".join(out.split())
@@ -193,7 +194,7 @@ def test_a_challenge_has_as_many_processes_as_the_race(
     raced: Path, speedrun: Speedrun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plans: list[Plan] = []
-    monkeypatch.setattr("speedrun.experiments.race.start", lambda folder, plan, *_: plans.append(plan) or sys.exit(0))
+    monkeypatch.setattr("speedrun.cli.challenge.run_plan", lambda _, make, *__: plans.append(make(None)) or sys.exit(0))
     for more in ([], ["--nproc", "2"]):
         speedrun("challenge", raced, *more)
     assert [plan.settings.nproc for plan in plans] == [1, 2]
@@ -203,7 +204,7 @@ def test_a_challenge_has_as_many_processes_as_the_race(
 
 def test_records_and_pages_tell_it_if_it_is_more_than_one(raced: Path) -> None:
     plan = Plan.read(raced)
-    rows = [read_row(raced / "runs" / e.name, e) for e in plan.entries]
+    rows = [read_summary(raced / "runs" / e.name, e) for e in plan.entries]
     for nproc, told in ((1, False), (2, True)):
         object.__setattr__(plan.settings, "nproc", nproc)
         verdict = judge(plan, rows, plan.looks[-1], "")

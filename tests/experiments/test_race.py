@@ -22,8 +22,9 @@ from speedrun.cli.train import Train
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError
 from speedrun.experiments import ablate
-from speedrun.experiments.plan import Entry, Plan, flags
-from speedrun.experiments.race import Course
+from speedrun.experiments.plan import Entry, Plan
+from speedrun.experiments.race import RaceRunner
+from speedrun.experiments.trial import Trial, write_recipe
 from speedrun.experiments.verification import examine
 from speedrun.files import write_json
 from speedrun.recipes import RECIPES, get_recipe
@@ -56,7 +57,7 @@ def test_a_race_ends_in_a_verdict(raced: Path) -> None:
 
 def test_both_sides_have_the_same_seeds_and_each_run_knows_the_plan(raced: Path) -> None:
     plan = Plan.read(raced)
-    assert plan.drawn
+    assert plan.random_seeds
     seeds: dict[str, list[int]] = {"A": [], "B": []}
     for entry in plan.entries:
         about = read_run(raced / "runs" / entry.name)
@@ -78,7 +79,7 @@ def test_runs_write_no_checkpoints_and_validation_leaves_the_weights_alone(raced
 def test_the_same_command_shows_the_verdict_again(
     raced: Path, held_out: TokenFolder, speedrun: Speedrun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Course, "execute", lambda *_: pytest.fail("nothing is left to run"))
+    monkeypatch.setattr(RaceRunner, "execute", lambda *_: pytest.fail("nothing is left to run"))
     before = (raced / "manifest.json").read_bytes()
     code, out, err = speedrun(*words("--runs 6", held_out.path, against_steps=40), "--out", raced)
     assert (code, err) == (0, "")
@@ -134,20 +135,20 @@ def test_an_interrupted_run_starts_again_and_is_kept(
 ) -> None:
     """The second run ends as after Ctrl-C: its folder has a result, but not one that counts."""
 
-    def stopped(course: Course, entry: Entry, path: Path, tick: object) -> None:
-        run_here(course, entry, path, tick)
+    def stopped(runner: RaceRunner, entry: Entry, path: Path, tick: object) -> None:
+        run_here(runner, entry, path, tick)
         if path.name == "002-A":
             write_json(path / "result.json", {**read(path / "result.json"), "status": "interrupted", "val_loss": None})
             raise KeyboardInterrupt
 
     line = words("--runs 3", held_out.path)
-    monkeypatch.setattr(Course, "execute", stopped)
+    monkeypatch.setattr(RaceRunner, "execute", stopped)
     code, out, err = speedrun(*line)
     assert (code, err) == (130, "speedrun: stopped\n")
-    assert "The same command goes on" in out
+    assert "The same command continues" in out
     race = Path("races/own-adamw")
     first = (race / "runs/001-A/result.json").read_bytes()
-    monkeypatch.setattr(Course, "execute", run_here)
+    monkeypatch.setattr(RaceRunner, "execute", run_here)
     code, out, _ = speedrun(*line)
     assert code == 0
     assert "002-A was interrupted; it starts again from step 0" in out
@@ -202,19 +203,19 @@ def test_ten_kills_at_random_moments(held_out: TokenFolder, tmp_path: Path, here
     found = examine(folder)
     assert found.problems == []
     assert found.verdict is not None
-    assert found.verdict["sides"]["A"]["valid"]
+    assert found.verdict.sides["A"].valid
 
 
 def test_runs_are_processes_of_their_own(
     held_out: TokenFolder, speedrun: Speedrun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first run inside this process, to save time; the second one as every run outside of tests."""
-    execute = Course.execute
+    execute = RaceRunner.execute
 
-    def first_here(course: Course, entry: Entry, path: Path, tick: Callable[[Entry, int], None]) -> None:
-        (run_here if entry.number == 1 else execute)(course, entry, path, tick)
+    def first_here(runner: RaceRunner, entry: Entry, path: Path, tick: Callable[[Entry, int], None]) -> None:
+        (run_here if entry.number == 1 else execute)(runner, entry, path, tick)
 
-    monkeypatch.setattr(Course, "execute", first_here)
+    monkeypatch.setattr(RaceRunner, "execute", first_here)
     code, out, err = speedrun(*words("--runs 2 --seed 3", held_out.path))
     assert (code, err) == (0, "")
     assert "VALID" in out
@@ -256,14 +257,14 @@ def test_a_run_that_cannot_start_says_why_and_the_race_can_go_on(
 ) -> None:
     program = "import sys; sys.exit('speedrun: The disk is full.')"
     with monkeypatch.context() as patch:
-        patch.setattr(Course, "command", lambda *_: [sys.executable, "-c", program])
+        patch.setattr(Trial, "command", [sys.executable, "-c", program])
         code, _, err = speedrun(*words("--runs 5", held_out.path))
     assert code == 2
     assert err == (
-        "speedrun: Run 001-A ended without a result: The disk is full. Mend that; the same command goes on.\n"
+        "speedrun: Run 001-A ended without a result: The disk is full. Repair that; the same command continues.\n"
     )
     assert Path("races/own-adamw/plan.json").exists()
-    monkeypatch.setattr(Course, "execute", run_here)
+    monkeypatch.setattr(RaceRunner, "execute", run_here)
     assert speedrun(*words("--runs 5", held_out.path))[0] == 0
 
 
@@ -376,13 +377,14 @@ def test_other_data_does_not_continue_a_race(raced: Path, speedrun: Speedrun, tm
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_comes_through_the_command_line_unchanged(name: str) -> None:
+def test_a_recipe_comes_through_its_file_unchanged(name: str, tmp_path: Path) -> None:
     """Every field of every recipe can be handed to a run: tuples of pairs, empty ones, truth values."""
     for size in RECIPES[name]:
         wanted = with_fields(get_recipe(name, size), {"optim.lr": 0.0123, "validation.every": 7})
-        base = get_recipe("gpt2" if size in RECIPES["gpt2"] else "medium", size)
-        given = parse(Train, "train", flags(wanted, base), Train.from_recipe(base))
-        assert given.resolved(wanted) == wanted
+        file = str(write_recipe(tmp_path / "recipe.json", wanted))
+        read = get_recipe(file, size)
+        given = parse(Train, "train", ["--recipe", file], default=Train.from_recipe(read))
+        assert given.resolved(read) == read == wanted
 
 
 def test_looks_cost_something_and_are_part_of_the_plan(raced: Path, tmp_path: Path) -> None:
@@ -429,7 +431,7 @@ def test_all_trials_of_a_sweep_share_one_arithmetic(
     sweep += ["--vary", "optim.lr=0.001,0.002"]
     for _ in range(2):  # the second time from the plan
         assert speedrun(*sweep)[0] == 0
-    assert json.loads(Path("sweep/sweep.json").read_text())["asked"]["dtype"] == "bfloat16"
+    assert json.loads(Path("sweep/sweep.json").read_text())["args"]["dtype"] == "bfloat16"
     code, _, err = speedrun(*sweep, "--dtype", "float32")
     assert code == 2
     assert "The plan in sweep says --dtype bfloat16, not float32" in err
@@ -441,8 +443,8 @@ def test_an_ablation_keeps_the_arithmetic_of_its_plan(
     answers, taken = [torch.bfloat16], []
     monkeypatch.setattr(arithmetic, "choose_on_cpu", lambda *_: (answers.pop(0), "tried"))
 
-    def execute(given: ablate.Ablate, children: object, name: str, recipe: object, seed: int) -> dict[str, object]:
-        taken.append(given.dtype)
+    def execute(args: ablate.AblationArgs, children: object, name: str, recipe: object, seed: int) -> dict[str, object]:
+        taken.append(args.dtype)
         numbers = {"loss": 1.0, "seconds": 1.0, "tokens": 1, "steps": 1, "minutes": 1.0}
         return {"variant": name, "seed": seed, "status": "ok", **numbers}
 

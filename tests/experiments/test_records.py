@@ -61,14 +61,14 @@ def test_the_readme_has_what_records_have(first: Path, raced: Path) -> None:
 
 def test_a_record_has_the_source_once_and_no_paths_of_the_machine(first: Path, tmp_path: Path) -> None:
     folder = first / "own/first"
-    assert "speedrun/cli/training.py" in zipfile.ZipFile(folder / "source.zip").namelist()
+    assert "speedrun/cli/train.py" in zipfile.ZipFile(folder / "source.zip").namelist()
     assert source_sha256(folder / "source.zip") == source_sha256() == read(folder / "plan.json")["source_sha256"]
     assert not list(folder.rglob("source"))
     assert not list(folder.glob("runs/*/.lock"))
     for run in folder.glob("runs/*/run.json"):
         assert str(tmp_path.parents[1]) not in run.read_text()
         assert read(run)["data"]["folder"] == "shadowed"
-    assert read(folder / "recipe.json")["schedule"]["steps"] == 4
+    assert read(folder / "recipe-A.json")["schedule"]["steps"] == 4
 
 
 HERE = Path(__file__).resolve().parents[2] / "records"
@@ -148,7 +148,7 @@ def test_the_readme_of_another_version_is_not_compared(
 def test_a_changed_readme_or_recipe_is_found(first: Path, speedrun: Speedrun, tmp_path: Path) -> None:
     for name, words_ in (
         ("README.md", "README.md does not say"),
-        ("recipe.json", "recipe.json is not the recipe"),
+        ("recipe-A.json", "recipe-A.json is not the recipe"),
     ):
         folder = tmp_path / name
         shutil.copytree(first / "own/first", folder)

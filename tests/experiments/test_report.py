@@ -23,7 +23,7 @@ from speedrun.recipes import get_recipe
 from speedrun.report.draw import COLORS, on_page, short, ticks
 from speedrun.report.pages import page_of
 from speedrun.training.config import PublishedCurve
-from speedrun.training.runlog import RUN, plain, read_metrics
+from speedrun.training.runlog import RUN, read_metrics, to_jsonable
 from tests.experiments.conftest import SMALL, Speedrun
 
 KINDS = ("run", "runs", "beside", "traced", "race", "record", "ablation", "records")
@@ -80,7 +80,9 @@ def folders(raced: Path, held_out: TokenFolder, tmp_path_factory: pytest.TempPat
         assert cli.main([*common, "--out", str(root / name), *more]) == 0
     shutil.copytree(root / "run", root / "beside")
     about = json.loads((root / "beside" / RUN).read_text())
-    about["options"]["curve"] = plain(PublishedCurve("adamw", "own", "a test", ((0, 8.3), (8, 7.9), (12, 7.8)), 3.0))
+    about["options"]["curve"] = to_jsonable(
+        PublishedCurve("adamw", "own", "a test", ((0, 8.3), (8, 7.9), (12, 7.8)), 3.0)
+    )
     write_json(root / "beside" / RUN, about)
     records.submit(raced, "first", root / "records")
     base = get_recipe("adamw", "pocket")
@@ -91,8 +93,8 @@ def folders(raced: Path, held_out: TokenFolder, tmp_path_factory: pytest.TempPat
         for seed in range(4) for k, name in enumerate(names)
     ]  # fmt: skip
     (root / "ablation").mkdir()
-    asked = ablate.AblationPlan(ablate.Ablate(recipe="adamw", seeds=4), base, {}, tuple(names), "")
-    write_json(root / "ablation" / ablate.PLAN, plain(asked))
+    asked = ablate.AblationPlan(ablate.AblationArgs(recipe="adamw", seeds=4), base, {}, tuple(names), "")
+    write_json(root / "ablation" / ablate.PLAN, to_jsonable(asked))
     write_atomic(root / "ablation" / ROWS, "".join(json.dumps(row) + "\n" for row in rows))
     return {
         **{name: root / name for name in ("run", "beside", "traced", "ablation", "records")},

@@ -16,9 +16,10 @@ import pytest
 
 from speedrun import cli
 from speedrun.data.shards import TokenFolder
-from speedrun.experiments.children import Children
-from speedrun.experiments.sweep import Bench, Range, effort, grouped
-from speedrun.recipes import get_recipe
+from speedrun.experiments.sweep import Range, SweepRunner, effort, grouped
+from speedrun.experiments.trial import ChildProcesses
+from speedrun.recipes import get_recipe, read_recipe
+from speedrun.training.runlog import read_result
 from tests.conftest import make_token_folder
 
 TINY = shlex.split(
@@ -70,13 +71,15 @@ def pretend(
     """Trials whose loss is a formula of what is not fixed and of the steps; returns what is tried, as it comes."""
     tried: list[tuple[dict[str, Any], int]] = []
 
-    def execute(bench: Bench, kind: str, changes: dict[str, Any], seed: int, steps: int, key: str) -> dict[str, Any]:
-        own = {k: v for k, v in changes.items() if k not in bench.fixed}
+    def execute(
+        runner: SweepRunner, kind: str, changes: dict[str, Any], seed: int, steps: int, key: str
+    ) -> dict[str, Any]:
+        own = {k: v for k, v in changes.items() if k not in runner.fixed}
         tried.append((own, steps))
         row = {"key": key, "kind": kind, "fields": changes, "seed": seed, "steps": steps, "minutes": 1.0}
         return row | {"status": "ok", "loss": loss(own, seed), "train_time": 60.0, "tokens": 64 * steps}
 
-    monkeypatch.setattr(Bench, "execute", execute)
+    monkeypatch.setattr(SweepRunner, "execute", execute)
     return tried
 
 
@@ -101,7 +104,10 @@ def test_a_grid_goes_on_past_candidates_that_fail(sweep: Sweep) -> None:
     assert " failed " in out
     best = out.partition("the best of them:\n")[2].splitlines()[0]
     assert shlex.split(best)[:2] == ["speedrun", "train"]
-    assert "--optim.lr 0.01" in best
+    stored = read_recipe(shlex.split(best)[shlex.split(best).index("--recipe") + 1])
+    assert (stored.optim.lr, stored.schedule.steps) == (0.01, 4)
+    assert cli.main([*shlex.split(best)[1:], "--out", "again", "--save", "False", "--sample", "False"]) == 0
+    assert read_result(Path("again")).val_loss == good["loss"]
 
 
 def test_one_field_at_a_time_tries_the_recipe_as_it_is_once(sweep: Sweep) -> None:
@@ -199,7 +205,7 @@ def test_coordinate_search_walks_to_the_minimum(sweep: Sweep, monkeypatch: pytes
     assert {"optim.lr": 0.02, "optim.beta1": 0.6} in [own for own, _ in tried]
     assert len(tried) == len({json.dumps(own, sort_keys=True) for own, _ in tried})
     best = out.partition("the best of them:\n")[2].splitlines()[0]
-    assert best.endswith("--optim.lr 0.02 --optim.beta1 0.6")
+    assert min(rows(), key=lambda row: row["loss"])["key"] in best
 
 
 def test_halving_keeps_one_in_eta(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +228,7 @@ def test_no_budget_stops_at_once_and_more_goes_on(sweep: Sweep, monkeypatch: pyt
     tried = pretend(monkeypatch, lambda own, seed: 1.0)
     code, out, _ = sweep("--budget 0 --vary optim.lr=0.01,0.02,0.03")
     assert code == 0
-    assert "the budget of 0 minutes is spent; raise --budget to go on" in out
+    assert "the budget of 0 minutes is spent; raise --budget to continue" in out
     assert tried == []
     assert "the budget of 2 minutes is spent" in sweep("--budget 2 --vary optim.lr=0.01,0.02,0.03")[1]
     assert len(tried) == 2  # a minute each
@@ -244,9 +250,9 @@ def test_the_effort_adds_up_over_the_sweeps_beside_this_one(sweep: Sweep, monkey
 
 
 def test_somebody_who_stops_a_trial_stops_the_sweep(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Children.run
+    run = ChildProcesses.run
     stopped = [sys.executable, "-c", f"import sys; sys.exit({128 + signal.SIGTERM})"]
-    monkeypatch.setattr(Children, "run", lambda children, words: run(children, stopped))
+    monkeypatch.setattr(ChildProcesses, "run", lambda processes, words, **_: run(processes, stopped))
     code, _, err = sweep("--vary optim.lr=0.01,0.02")
     assert (code, err) == (130, "speedrun: stopped\n")
     assert not Path("sweeps/sweep/rows.jsonl").exists()
@@ -258,13 +264,13 @@ def test_somebody_who_stops_a_trial_stops_the_sweep(sweep: Sweep, monkeypatch: p
 def test_ranges_become_values_of_the_field_s_type() -> None:
     rng = random.Random(0)
     rate = Range.parse("optim.lr=0.001..0.1:log", RECIPE)
-    assert rate.ladder() == [0.001, 0.00316, 0.01, 0.0316, 0.1]
-    draws = [rate.draw(rng) for _ in range(200)]
+    assert rate.grid_values() == [0.001, 0.00316, 0.01, 0.0316, 0.1]
+    draws = [rate.sample(rng) for _ in range(200)]
     assert all(0.001 <= x <= 0.1 for x in draws)
     assert 0.3 < sum(x < 0.01 for x in draws) / 200 < 0.7  # as many below as above, in the logarithm
     rows_ = Range.parse("schedule.rows=2..4", RECIPE)
-    assert rows_.ladder() == [2, 3, 4]
-    assert {rows_.draw(rng) for _ in range(50)} == {2, 3, 4}
+    assert rows_.grid_values() == [2, 3, 4]
+    assert {rows_.sample(rng) for _ in range(50)} == {2, 3, 4}
     assert Range.parse("model.tied=true,False", RECIPE).choices == [True, False]
     assert Range.parse("model.activation=gelu,relu2", RECIPE).choices == ["gelu", "relu2"]
     assert Range.parse("schedule.floor=0,1", RECIPE).choices == [0.0, 1.0]

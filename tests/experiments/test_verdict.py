@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from speedrun.experiments.plan import Plan
-from speedrun.experiments.verdict import Row, decided, judge, render
+from speedrun.experiments.verdict import RunSummary, decided, judge, render
 
 TARGET = 3.28
 
@@ -19,44 +19,41 @@ def plan(raced: Path) -> Plan:
     return dataclasses.replace(plan, target=TARGET, seeds=tuple(range(10)), looks=(5,), labels={"A": "new", "B": "old"})
 
 
-def rows(plan: Plan, a: tuple[float, float], b: tuple[float, float], *, noise: float = 0.001) -> list[Row]:
+def rows(plan: Plan, a: tuple[float, float], b: tuple[float, float], *, noise: float = 0.001) -> list[RunSummary]:
     """Runs of (mean loss, mean seconds) of each side, with a little noise."""
     rng = np.random.default_rng(0)
     made = []
     for entry in plan.entries:
         loss, seconds = {"A": a, "B": b}[entry.side]
         made.append(
-            {
-                "name": entry.name,
-                "side": entry.side,
-                "block": entry.block,
-                "seed": entry.seed,
-                "status": "ok",
-                "reason": None,
-                "loss": loss + 0.001 * rng.standard_normal(),
-                "shadow": loss + 0.05,
-                "time": seconds * (1 + noise * rng.standard_normal()),
-                "steps": 10,
-                "tokens": 100,
-                "trace": f"{entry.seed}",
-            }
+            RunSummary(
+                name=entry.name,
+                side=entry.side,
+                block=entry.block,
+                seed=entry.seed,
+                status="ok",
+                reason=None,
+                loss=loss + 0.001 * rng.standard_normal(),
+                shadow=loss + 0.05,
+                time=seconds * (1 + noise * rng.standard_normal()),
+                steps=10,
+                tokens=100,
+                losses_sha256=f"{entry.seed}",
+            )
         )
     return made
 
 
-def word(plan: Plan, found: list[Row], look: int = 5) -> tuple[str, str]:
+def word(plan: Plan, found: list[RunSummary], look: int = 5) -> tuple[str, str]:
     verdict = judge(plan, found, look, "0" * 64)
-    return verdict["verdict"], verdict["why"]
+    return verdict.verdict, verdict.why
 
 
 def test_faster_claims_the_lower_end(plan: Plan) -> None:
     verdict = judge(plan, rows(plan, (3.27, 100.0), (3.27, 103.0)), 5, "0" * 64)
-    assert verdict["verdict"] == "faster"
-    assert 1.02 < verdict["time"]["low"] < 1.03 < verdict["time"]["high"] < 1.04
-    assert (
-        f"new is at least {verdict['time']['low']:.3f} times as fast as old (99 % confidence, 5 blocks)"
-        in verdict["why"]
-    )
+    assert verdict.verdict == "faster"
+    assert 1.02 < verdict.time.low < 1.03 < verdict.time.high < 1.04
+    assert f"new is at least {verdict.time.low:.3f} times as fast as old (99 % confidence, 5 blocks)" in verdict.why
     assert decided(verdict)
 
 
@@ -68,20 +65,20 @@ def test_slower(plan: Plan) -> None:
 
 def test_the_same_times_are_no_difference(plan: Plan) -> None:
     verdict = judge(plan, rows(plan, (3.27, 100.0), (3.27, 100.0)), 5, "0" * 64)
-    assert verdict["verdict"] == "inconclusive"
-    assert verdict["time"]["outcome"] == "no difference"
-    assert "no difference in time was found between new and old" in verdict["why"]
-    assert verdict["time"]["low"] < 1 < verdict["time"]["high"]
+    assert verdict.verdict == "inconclusive"
+    assert verdict.time.outcome == "no difference"
+    assert "no difference in time was found between new and old" in verdict.why
+    assert verdict.time.low < 1 < verdict.time.high
     assert not decided(verdict)
 
 
 def test_a_small_gain_in_much_noise_says_how_many_runs_would_decide(plan: Plan) -> None:
     verdict = judge(plan, rows(plan, (3.27, 100.0), (3.27, 102.0), noise=0.03), 5, "0" * 64)
-    assert verdict["verdict"] == "inconclusive"
-    assert verdict["needed"]["time"] > 10
-    assert f"times: with these deviations {verdict['needed']['time'] - 10} more runs would decide" in render(verdict)
-    assert 0.01 < verdict["noise_floor"] < 0.05
-    assert f"noise            {100 * verdict['noise_floor']:.2f} % between identical runs".split() == (
+    assert verdict.verdict == "inconclusive"
+    assert verdict.needed["time"] > 10
+    assert f"times: with these deviations {verdict.needed['time'] - 10} more runs would decide" in render(verdict)
+    assert 0.01 < verdict.noise_floor < 0.05
+    assert f"noise            {100 * verdict.noise_floor:.2f} % between identical runs".split() == (
         next(line for line in render(verdict).splitlines() if line.startswith("noise")).split()
     )
 
@@ -102,11 +99,13 @@ def test_nothing_is_faster_than_something_invalid(plan: Plan) -> None:
 
 def test_one_failed_run_fails_the_race(plan: Plan) -> None:
     found = rows(plan, (3.27, 50.0), (3.27, 100.0))
-    found[3] |= {"status": "failed", "reason": "the loss of step 3 is nan", "loss": None, "shadow": None}
+    found[3] = dataclasses.replace(
+        found[3], status="failed", reason="the loss of step 3 is nan", loss=None, shadow=None
+    )
     verdict = judge(plan, found, 5, "0" * 64)
-    assert (verdict["verdict"], verdict["why"]) == ("failed", "1 of 10 runs of new failed")
-    assert verdict["sides"]["A"]["p"] is None
-    assert verdict["time"] is None
+    assert (verdict.verdict, verdict.why) == ("failed", "1 of 10 runs of new failed")
+    assert verdict.sides["A"].p is None
+    assert verdict.time is None
     assert decided(verdict)
     assert "failed: the loss of step 3 is nan" in render(verdict)
 
@@ -127,7 +126,7 @@ def test_systems_races_compare_bits(plan: Plan) -> None:
     systems = dataclasses.replace(plan, kind="systems")
     found = rows(plan, (3.30, 100.0), (3.30, 103.0))  # above the target: that is the predecessor's affair
     assert word(systems, found)[0] == "faster"
-    found[0]["trace"] = "another"
+    found[0] = dataclasses.replace(found[0], losses_sha256="another")
     said, why = word(systems, found)
     assert said == "failed"
     assert "not bit-equal for 1 of 10 seeds" in why

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from speedrun.data.shards import TokenFolder
-from speedrun.experiments.plan import Plan
-from speedrun.experiments.verdict import judge, read_row, render
+from speedrun.experiments.plan import Plan, recipe_file
+from speedrun.experiments.trial import write_recipe
+from speedrun.experiments.verdict import judge, read_summary, render
 from speedrun.experiments.verification import examine, write_manifest
 from speedrun.files import sha256_bytes, write_atomic, write_json
 from speedrun.training.config import PublishedCurve
-from speedrun.training.runlog import plain, read_run, train_line, val_line
+from speedrun.training.runlog import read_run, to_jsonable, train_line, val_line
 from tests.experiments.conftest import Speedrun
 
 Json = dict[str, Any]
@@ -54,7 +55,7 @@ def rewrite_log(run: Path) -> None:
 
 
 def rebuild(race: Path) -> None:
-    """Whoever tampers also mends: the plan's derived parts and hash, the verdict, and the hash of every file."""
+    """As one who tampers does: the plan's recipe files and hash, the verdict, and the hash of every file."""
     stored = read(race / "plan.json")
     plan = None
     try:
@@ -63,13 +64,15 @@ def rebuild(race: Path) -> None:
         pytest.fail("the edited plan must be readable: other evidence has to give it away")
     assert plan is not None
     sha256 = sha256_bytes((race / "plan.json").read_bytes())
+    for side, recipe in plan.recipes.items():
+        write_recipe(race / recipe_file(side), recipe)
     for run in (race / "runs").iterdir():
         edit(run / "run.json", lambda about: about["options"].update(plan=sha256))
     there = {run.name for run in (race / "runs").iterdir()}
     look = next((k for k in plan.looks if {e.name for e in plan.until(k)} == there), None)
     if look is not None:
-        verdict = judge(plan, [read_row(race / "runs" / e.name, e) for e in plan.until(look)], look, sha256)
-        write_json(race / "verdict.json", verdict)
+        verdict = judge(plan, [read_summary(race / "runs" / e.name, e) for e in plan.until(look)], look, sha256)
+        write_json(race / "verdict.json", verdict.to_json())
         write_atomic(race / "verdict.txt", render(verdict))
     write_manifest(race)
     assert stored == read(race / "plan.json")
@@ -208,9 +211,16 @@ def change_a_seed(race: Path) -> None:
     edit(race / "runs/001-A/run.json", change)
 
 
+def start_a_run_with_another_recipe_file(race: Path) -> None:
+    def change(about: Json) -> None:
+        about["command"] = [word.replace("recipe-A.json", "recipe-B.json") for word in about["command"]]
+
+    edit(race / "runs/001-A/run.json", change)
+
+
 def pick_other_seeds(race: Path) -> None:
     """The plan and all runs say these seeds; the commands still know better."""
-    edit_plan(race, lambda plan: plan.update(seeds=list(range(6)), drawn=False))
+    edit_plan(race, lambda plan: plan.update(seeds=list(range(6)), random_seeds=False))
     for entry in Plan.read(race).entries:
         run = race / "runs" / entry.name / "run.json"
         edit(run, lambda about, e=entry: about.update(seed=e.seed, options={**about["options"], "seed": e.seed}))
@@ -265,7 +275,7 @@ def start_before_the_one_before(race: Path) -> None:
 
 
 def plan_afterwards(race: Path) -> None:
-    edit_plan(race, lambda plan: plan.update(created="2999-01-01T00:00:00+00:00", drawn=False))
+    edit_plan(race, lambda plan: plan.update(created="2999-01-01T00:00:00+00:00", random_seeds=False))
 
 
 def train_on_other_data(race: Path) -> None:
@@ -364,6 +374,7 @@ TAMPERING = {
     claim_more_steps: "result.json has 40 steps, the recipe 4",
     drop_a_slow_step: "metrics.jsonl has 3 steps, and not each of 4",
     change_a_learning_rate: "the learning rate of step 1",
+    start_a_run_with_another_recipe_file: "recipe-B.json, planned was recipe-A.json",
     change_a_seed: "its seed is 7, planned was",
     pick_other_seeds: "its command says --seed",
     loosen_alpha: "the seeds do not follow from the plan",
@@ -414,7 +425,6 @@ def test_nothing_is_wrong_with_an_honest_race(race_copy: Path) -> None:
 )
 def test_a_verdict_follows_from_the_runs_alone(race_copy: Path, field: str, value: object) -> None:
     edit(race_copy / "verdict.json", lambda verdict: verdict.update({field: value}))
-    write_atomic(race_copy / "verdict.txt", render(read(race_copy / "verdict.json")))
     write_manifest(race_copy)
     assert examine(race_copy).problems == [f"verdict.json does not follow from the runs: {field}"]
 
@@ -492,7 +502,7 @@ def test_another_version_may_round_otherwise(
     line = ("verify", race_copy, "--replay", "--steps", "3", "--data", held_out.path)
     code, out, _ = speedrun(*line)
     assert code == 0
-    assert out.count("losses agree within 0: another version of speedrun trained there") == 2
+    assert out.count("losses agree within 0: another version of speedrun trained it") == 2
     monkeypatch.setattr("speedrun.experiments.replay.TOLERANCE", -1.0)
     assert speedrun(*line)[0] == 2
 
@@ -536,7 +546,7 @@ def test_a_challenge_races_the_same_recipes_again(raced: Path, speedrun: Speedru
 def test_a_run_beside_a_record_holds(race_copy: Path) -> None:
     run, problem = race_copy / "runs/001-A", "001-A: log.txt and metrics.jsonl disagree at line 1 of the steps"
     curve = PublishedCurve("tiny", "own", "a test", ((0, 8.5), (4, 7.0)), 3.0)
-    edit(run / "run.json", lambda about: about["options"].update(curve=plain(curve)))
+    edit(run / "run.json", lambda about: about["options"].update(curve=to_jsonable(curve)))
     write_manifest(race_copy)
     assert any(found.startswith(problem) for found in examine(race_copy).problems)
     rewrite_log(run)

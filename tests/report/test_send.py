@@ -1,7 +1,9 @@
 """Runs handed to trackers: real event files, read back with the tracker's own reader."""
 
+import dataclasses
 import importlib.util
 import json
+import shutil
 import sqlite3
 import threading
 import time
@@ -13,8 +15,9 @@ import pytest
 
 from speedrun import cli
 from speedrun.report import send
+from speedrun.report.pages import page_of
 from speedrun.report.send import measured
-from speedrun.training.runlog import read_metrics
+from speedrun.training.runlog import LINES, TrainLine, read_metrics
 from tests.conftest import make_token_folder
 
 SMALL = "model.layers=1 model.width=32 model.heads=2 schedule.rows=2 schedule.length=32 validation.length=32"
@@ -141,3 +144,23 @@ def test_a_tracker_that_is_not_installed_is_named(
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     assert cli.main(["send", str(done), "--to", "wandb"]) == 2
     assert "pip install wandb" in capsys.readouterr().err
+
+
+def test_a_new_metric_of_the_steps_is_sent_and_drawn(
+    done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever number a train line has: neither trackers nor pages list the metrics."""
+
+    @dataclasses.dataclass(frozen=True)
+    class WithNorm(TrainLine):
+        grad_norm: float | None = None
+
+    monkeypatch.setitem(LINES, "train", WithNorm)
+    folder = tmp_path / "run"
+    shutil.copytree(done, folder)
+    lines = [{**m, "grad_norm": 1.5 + m["step"]} if m["kind"] == "train" else m for m in read_metrics(done)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    norms = [values["train/grad_norm"] for _, values, _ in measured(folder) if "train/grad_norm" in values]
+    assert norms == [1.5 + k for k in range(10)]
+    assert 'aria-label="grad norm: 1.5 to 10.5."' in page_of(folder)
+    assert "grad norm" not in page_of(done)

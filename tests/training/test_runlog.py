@@ -20,7 +20,16 @@ from speedrun.errors import UserError
 from speedrun.recipes import get_recipe
 from speedrun.training import runlog
 from speedrun.training.config import Options
-from speedrun.training.runlog import Result, RunFolder, plain, read_metrics, read_result, read_run, train_line, val_line
+from speedrun.training.runlog import (
+    Result,
+    RunFolder,
+    read_metrics,
+    read_result,
+    read_run,
+    to_jsonable,
+    train_line,
+    val_line,
+)
 
 DESCRIPTION: dict[str, Any] = {
     "recipe": get_recipe("adamw", "pocket"),
@@ -79,7 +88,7 @@ def lines(run: RunFolder) -> list[dict[str, Any]]:
 def test_a_new_run_describes_itself(run: RunFolder) -> None:
     written = json.loads((run.path / "run.json").read_text())
     assert written["format"] == 2
-    assert {k: written[k] for k in DESCRIPTION} == plain(DESCRIPTION)
+    assert {k: written[k] for k in DESCRIPTION} == to_jsonable(DESCRIPTION)
     read = read_run(run.path)
     assert (read.recipe, read.options) == (DESCRIPTION["recipe"], DESCRIPTION["options"])
     assert written["interruptions"] == []
@@ -141,7 +150,7 @@ class Recipe:
 
 def test_dataclasses_paths_dates_and_infinities_become_plain_json() -> None:
     given = {"recipe": Recipe(math.inf, torch.bfloat16, (0.9, 0.95)), "data": Path("a/b"), "day": date(2026, 2, 1)}
-    assert plain(given) == {
+    assert to_jsonable(given) == {
         "recipe": {"lr": "inf", "dtype": "torch.bfloat16", "betas": [0.9, 0.95]},
         "data": "a/b",
         "day": "2026-02-01",

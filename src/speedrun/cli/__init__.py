@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 import speedrun
 from speedrun.cli.common import dispatch
 from speedrun.errors import Terminated, UserError, speaks
-from speedrun.training.progress import status
+from speedrun.training import status
 
-# What `--help` says of each command. speedrun.cli.NAME has the function `main`; it is imported when the command is
+# Each command with its line of `--help`. speedrun.cli.NAME has the function `main`; it is imported when the command is
 # called, since most of them load torch.
 COMMANDS = {
     "train": "train one model to a track's target",

@@ -2,20 +2,21 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import tyro
 from rich.console import Console
 
-from speedrun.checks import check_options
+from speedrun.arguments import MachineArgs, TrackArgs
+from speedrun.checks import Positive, check_options
 from speedrun.errors import UserError, nearest
 
 if TYPE_CHECKING:
-    from speedrun.training.config import Recipe
-    from speedrun.training.device import Machine
+    from speedrun.training import Machine, Recipe
 
 console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 say = console.print
@@ -32,36 +33,24 @@ def unset(kind: str, **more: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Tokens:
-    track: str = "pocket"
-    """Which track; `speedrun tracks` lists them. With --data: at the size of which track."""
+class TargetArgs(TrackArgs):
     data: Annotated[Path | None, unset("PATH")] = None
-    """A folder made by `speedrun data encode`, instead of a track's tokens."""
-
-
-@dataclass(frozen=True)
-class Target(Tokens):
     target: Annotated[float | None, unset("FLOAT")] = None
     """With --data: the validation loss to reach, in nats per token; default: none."""
 
 
 @dataclass(frozen=True)
-class MachineOptions:
+class MachineOptions(MachineArgs):
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps. With --dry-run also a GPU that is not here: h100, a100 or 4090."""
-    dtype: str = "auto"
-    """auto, float32 or bfloat16: the arithmetic of matmuls. On a CPU auto tries both and takes the faster one."""
-    threads: Annotated[int | None, unset("INT")] = None
-    """CPU threads; default: all usable cores."""
-    attention: str = "auto"
-    """auto, fa3 (Flash Attention 3), varlen (torch's varlen_attn) or sdpa (torch's SDPA)."""
+    threads: Annotated[Positive | None, unset("INT")] = None
     memory: Annotated[float | None, unset("GB")] = None
     """GB of a GPU's memory to keep to, of 1e9 bytes; default: all of it."""
     deterministic: bool = False
     """On a GPU, use kernels that give the same bits every time; slower."""
 
     def choose(self, recipe: "Recipe") -> "Machine":
-        from speedrun.training.device import choose
+        from speedrun.training import choose
 
         return choose(**vars(self), model=recipe.model, tokens=recipe.schedule.max_tokens)
 
@@ -69,10 +58,19 @@ class MachineOptions:
 # -------------------------------------------------------------------- reading
 
 
-def parse(kind: type, command: str, args: Sequence[str], default: Any = None, about: str | None = None) -> Any:
+def parse(
+    kind: type,
+    command: str,
+    args: Sequence[str],
+    *,
+    default: Any = None,
+    about: str | None = None,
+    metavars: Mapping[str, str] = {},
+) -> Any:
     """Parse with tyro; every mistake ends with exit code 2 and names a way out.
 
-    A switch is given as `--name True` or `--name`, and turned off as `--no-name`.
+    A switch is given as `--name True` or `--name`, and turned off as `--no-name`. `metavars` are the kinds of value
+    that the help names, where they are not the names of types.
     """
     extra = {} if default is None else {"default": default}
     for name in switches(kind):
@@ -80,7 +78,7 @@ def parse(kind: type, command: str, args: Sequence[str], default: Any = None, ab
         args = with_value(args, flag)
         args = [word for arg in args for word in ((f"--{flag}", "False") if arg == f"--no-{flag}" else (arg,))]
     given = tyro.cli(
-        kind,
+        with_metavars(kind, metavars),
         prog=f"speedrun {command}",
         args=list(args),
         description=about,
@@ -89,6 +87,28 @@ def parse(kind: type, command: str, args: Sequence[str], default: Any = None, ab
     )
     check_options(given)
     return given
+
+
+def with_metavars(kind: type, metavars: Mapping[str, str]) -> type:
+    """`kind`, where the help of an argument whose default is None or empty names the kind of its value alone."""
+    hints = get_type_hints(kind, include_extras=True)
+    fields = []
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
+        annotated = any(type(m).__module__.startswith("tyro") for m in getattr(hint, "__metadata__", ()))
+        if field.name in metavars or (field.default in (None, ()) and not annotated):
+            fields.append((field.name, Annotated[hint, unset(metavars.get(field.name) or metavar(hint))], field))
+    return dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), frozen=True) if fields else kind
+
+
+def metavar(hint: Any) -> str:
+    """'INT' for `int | None`, 'PATH ...' for `tuple[Path, ...]`."""
+    if get_origin(hint) is Annotated:
+        return metavar(hint.__origin__)
+    inner = [each for each in get_args(hint) if each not in (NoneType, ...)]
+    if get_origin(hint) is tuple:
+        return f"{metavar(inner[0])} ..."
+    return metavar(inner[0]) if inner else hint.__name__.upper()
 
 
 def switches(kind: type) -> Iterator[str]:

@@ -10,13 +10,12 @@ from msgspec import Meta
 
 from speedrun.checks import Positive
 from speedrun.cli.common import dispatch, parse, say, unset
+from speedrun.data import TokenFolder, fineweb, pocket
 from speedrun.data import encode as encoding
-from speedrun.data import fineweb, pocket
-from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError, nearest
 from speedrun.recipes import default_for, get_recipe
 from speedrun.tracks import get_track
-from speedrun.training.load import usable_cores
+from speedrun.training import usable_cores
 
 
 @dataclass(frozen=True)
@@ -30,11 +29,11 @@ class Fetch:
 
     dataset: Annotated[str, tyro.conf.Positional]
     """fineweb10B."""
-    chunks: Annotated[int | None, unset("INT")] = None
+    chunks: int | None = None
     """How many training chunks, 1 to 103; default: what the recipe needs."""
-    recipe: Annotated[str | None, unset("STR")] = None
+    recipe: str | None = None
     """For which recipe; default: that of `speedrun train`."""
-    track: Annotated[str | None, unset("STR")] = None
+    track: str | None = None
     """At the size of which track, short or medium; default: short."""
 
 
@@ -58,7 +57,7 @@ class Encode:
     """`pocket`, `gpt2`, or the path of a tokenizer.json."""
     val_fraction: Annotated[float, Meta(gt=0, lt=1)] = 0.05
     """Share of the documents that become the validation split."""
-    processes: Annotated[Positive | None, unset("INT")] = None
+    processes: Positive | None = None
     """Worker processes; default: one per usable core. Does not change the result."""
 
 

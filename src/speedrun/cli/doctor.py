@@ -14,11 +14,19 @@ from speedrun.doctor import Finding, examine
 from speedrun.errors import UserError
 from speedrun.files import write_atomic
 from speedrun.recipes import DEFAULT, get_recipe
-from speedrun.training.config import Options, Recipe
-from speedrun.training.device import Machine, check_processes
-from speedrun.training.distributed import is_first, joined, launch, ranks
-from speedrun.training.memory import memory_of, problems_of
-from speedrun.training.run import check_ranks
+from speedrun.training import (
+    Machine,
+    Options,
+    Recipe,
+    check_processes,
+    check_ranks,
+    is_first,
+    joined,
+    launch,
+    memory_of,
+    problems_of,
+    ranks,
+)
 
 
 @dataclass(frozen=True)

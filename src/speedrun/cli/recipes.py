@@ -11,11 +11,11 @@ from rich.table import Column, Table
 from speedrun.cli.common import grid, parse, say, unset
 from speedrun.errors import UserError
 from speedrun.files import write_atomic
-from speedrun.model.gpt import count_parameters
+from speedrun.model import count_parameters
 from speedrun.recipes import DEFAULT, RECIPES, default_for, get_recipe
-from speedrun.report.schedules import schedule_svg
+from speedrun.report import schedule_svg
 from speedrun.tracks import get_track
-from speedrun.training.config import Recipe, fields_of, meanings
+from speedrun.training import Recipe, fields_of, meanings
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ def show(recipe: Recipe) -> None:
     say(f"{recipe.schedule.tokens / 1e6:,.2f} M training tokens in {recipe.schedule.total:,} steps")
     grid(recipe.model.table())
     table = Table(Column("field", no_wrap=True), "value", "meaning", box=None)
-    explained = meanings(Recipe)
+    sentences = meanings(Recipe)
     for name, value in fields_of(recipe).items():
         if "." in name:
-            table.add_row(name, f"{value:g}" if isinstance(value, float) else str(value), explained[name])
+            table.add_row(name, f"{value:g}" if isinstance(value, float) else str(value), sentences[name])
     say(table)

@@ -9,7 +9,7 @@ from speedrun.cli.common import grid, parse, say, unset
 from speedrun.errors import UserError
 from speedrun.experiments import records
 from speedrun.files import write_atomic
-from speedrun.report.records import records_svg
+from speedrun.report import records_svg
 from speedrun.templates import markdown
 
 
@@ -17,7 +17,7 @@ from speedrun.templates import markdown
 class Records:
     """The leaderboard."""
 
-    track: Annotated[str | None, unset("STR")] = None
+    track: str | None = None
     """Of this track alone; default: of all that have records."""
     root: Path = Path("records")
     """Where records are kept."""

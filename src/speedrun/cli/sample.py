@@ -8,9 +8,9 @@ from typing import Annotated
 import tyro
 
 from speedrun.checks import Count, NotNegative, Positive
-from speedrun.cli.common import parse, unset
+from speedrun.cli.common import parse
 from speedrun.sample import load_model, sample_text
-from speedrun.training.device import choose
+from speedrun.training import choose
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Sample:
     """Another seed, another text."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps."""
-    threads: Annotated[int | None, unset("INT")] = None
+    threads: int | None = None
     """CPU threads; default: all usable cores."""
 
 

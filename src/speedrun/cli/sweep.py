@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 
 from speedrun.cli.common import console, parse
-from speedrun.experiments import sweep
-from speedrun.experiments.children import terminable
+from speedrun.experiments import handle_sigterm, sweep
+
+METAVARS = {"vary": "FIELD=VALUES ...", "fix": "FIELD=VALUE ...", "clock": "SECONDS"}
 
 
-@terminable()
+@handle_sigterm()
 def main(args: Sequence[str]) -> int:
-    return sweep.run(parse(sweep.Sweep, "sweep", args, about=sweep.__doc__), console)
+    sweep.run_sweep(parse(sweep.SweepArgs, "sweep", args, about=sweep.__doc__, metavars=METAVARS), console)
+    return 0

@@ -9,25 +9,40 @@ from typing import Annotated, Any
 
 import tyro
 
+from speedrun.api import make_options, with_steps
+from speedrun.arguments import Settings
 from speedrun.checks import Count, Positive
-from speedrun.cli.common import MachineOptions, Target, flat, grid, option, parse, say, unset, with_value
-from speedrun.data.loader import LoaderConfig
+from speedrun.cli.common import MachineOptions, TargetArgs, flat, grid, option, parse, say, unset, with_value
+from speedrun.data import LoaderConfig
 from speedrun.errors import UserError
-from speedrun.experiments.children import arithmetic_for
-from speedrun.model.gpt import GPTConfig
-from speedrun.recipes import DEFAULT, default_for, get_recipe
-from speedrun.recipes.published import get_curve
+from speedrun.experiments import arithmetic_for, has_ended
+from speedrun.model import GPTConfig
+from speedrun.recipes import DEFAULT, default_for, get_curve, get_recipe, track_of
 from speedrun.sample import load_model, sample_text
 from speedrun.tracks import TRACKS, Track, find_track, get_track
-from speedrun.training import dryrun, run, scale
-from speedrun.training.config import Options, PublishedCurve, Recipe, ValidationConfig
-from speedrun.training.device import CompilerConfig, Machine, by_name, check_processes
-from speedrun.training.distributed import is_first, launch, may_restart, ranks, restarted
-from speedrun.training.gpus import GPUS
-from speedrun.training.optimizers import OptimConfig
-from speedrun.training.progress import status
-from speedrun.training.runlog import read_result, read_run
-from speedrun.training.schedule import ScheduleConfig
+from speedrun.training import (
+    GPUS,
+    CompilerConfig,
+    Machine,
+    OptimConfig,
+    Options,
+    PublishedCurve,
+    Recipe,
+    ScheduleConfig,
+    ValidationConfig,
+    by_name,
+    check_processes,
+    dryrun,
+    is_first,
+    launch,
+    may_restart,
+    ranks,
+    read_run,
+    restarted,
+    run,
+    scale,
+    status,
+)
 
 PARTS = ("model", "loader", "optim", "schedule", "validation", "compiler")
 
@@ -49,26 +64,26 @@ class Train:
     """Train one model; leaves a run folder."""
 
     recipe: str = DEFAULT
-    """Which recipe; `speedrun recipes` lists them."""
-    target: Annotated[Target, flat] = field(default_factory=Target)
-    steps: Annotated[int | None, unset("INT")] = None
+    """Which recipe: a name that `speedrun recipes` lists, or the file of a stored one."""
+    target: Annotated[TargetArgs, flat] = field(default_factory=TargetArgs)
+    steps: int | None = None
     """Steps of the run, with everything in the schedule that is counted in steps scaled along; default: the recipe's.
     `--schedule.steps` changes that field alone."""
-    out: Annotated[Path | None, unset("PATH")] = None
+    out: Path | None = None
     """Run folder; default: a new one under runs/."""
     resume: Annotated[str | None, unset("PATH|auto")] = None
     """A run folder to continue, with the flags it was started with.
     `auto`: the one at --out, or else the newest unfinished one under runs/ that fits; a new run if there is none."""
     options: Annotated[RunOptions, flat] = field(default_factory=RunOptions)
-    checkpoint_every: Annotated[Count | None, unset("INT")] = None
+    checkpoint_every: Count | None = None
     """Steps between checkpoints, inside the clock; 0: only at the end. Default: at each validation on the pocket track
     and on your own data, 0 on the short and medium tracks."""
     compile: Annotated[bool | None, unset("{True,False}")] = None
     """Use torch.compile, which `--no-compile` turns off. Default: where it works, unless a run on a CPU is so short
     that it is sooner done without."""
-    val_tokens: Annotated[Positive | None, unset("INT")] = None
+    val_tokens: Positive | None = None
     """Validate on the first tokens alone, this many, to try something quickly: such a loss is not compared with the
-    target. Default: what the track says."""
+    target. Default: as many as the track has."""
     sample: bool = True
     """Show a little text from the model at the end."""
     nproc: Positive = 1
@@ -98,14 +113,14 @@ class Train:
     @classmethod
     def from_recipe(cls, recipe: Recipe, **given: Any) -> "Train":
         parts = {name: getattr(recipe, name) for name in PARTS}
-        return cls(**{"recipe": recipe.name, "target": Target(track=recipe.track), **parts, **given})
+        return cls(**{"recipe": recipe.name, "target": TargetArgs(track=recipe.track), **parts, **given})
 
     @classmethod
     def from_run(cls, path: Path) -> tuple[Recipe, "Train"]:
         """The recipe and the flags that the run in a folder was started with."""
         about = read_run(path)
         recipe, options = about.recipe, about.options
-        target = Target(track=recipe.track if about.track == "own" else about.track)
+        target = TargetArgs(track=recipe.track if about.track == "own" else about.track)
         if about.track == "own":
             target = dataclasses.replace(target, data=Path(about.data.folder), target=about.target)
         usual = TRACKS[about.track].val_tokens if about.track in TRACKS else None
@@ -121,10 +136,7 @@ class Train:
         )
 
     def resolved(self, base: Recipe) -> Recipe:
-        recipe = dataclasses.replace(base, **{name: getattr(self, name) for name in PARTS})
-        if self.steps is not None:
-            recipe = dataclasses.replace(recipe, schedule=recipe.schedule.scaled(self.steps))
-        return recipe
+        return with_steps(dataclasses.replace(base, **{name: getattr(self, name) for name in PARTS}), self.steps)
 
 
 def main(args: Sequence[str]) -> int:
@@ -134,10 +146,13 @@ def main(args: Sequence[str]) -> int:
     if folder:
         base, default = Train.from_run(folder)
     else:
-        track_name = get_track(option(args, "track") or "pocket").name
-        base = get_recipe(option(args, "recipe") or default_for(track_name), track_name)
-        default = Train.from_recipe(base)
-    given: Train = parse(Train, "train", args, default, "Train one model to a track's target; leaves a run folder.")
+        name = option(args, "recipe")
+        track_name = get_track(option(args, "track") or track_of(name)).name
+        base = get_recipe(name or default_for(track_name), track_name)
+        default = Train.from_recipe(base, target=TargetArgs(track=track_name))
+    given: Train = parse(
+        Train, "train", args, default=default, about="Train one model to a track's target; leaves a run folder."
+    )
     if given.steps is not None and option(args, "schedule.steps"):
         raise UserError(f"--steps {given.steps} scales the whole schedule; drop --schedule.steps.")
     recipe = given.resolved(base)
@@ -154,8 +169,8 @@ def main(args: Sequence[str]) -> int:
         if given.max_restarts and not (given.out or given.resume):  # the next attempt must find the run
             args = [*args, "--out", str(run.new_run_path(recipe, track, given.options.seed))]
         if given.machine.dtype == "auto" and not given.resume:  # decided once, before there are ranks
-            machine = given.machine
-            args = [*args, "--dtype", arithmetic_for(recipe, machine.device, machine.threads, given.nproc)]
+            settings = Settings(given.machine.device, threads=given.machine.threads, nproc=given.nproc)
+            args = [*args, "--dtype", arithmetic_for(recipe, settings)]
         return launch(given.nproc, ["train", *args], given.max_restarts)
     return train(given, recipe, track, curve)
 
@@ -192,7 +207,9 @@ def train(given: Train, recipe: Recipe, track: Track, curve: PublishedCurve | No
         machine = by_name(asked.device, asked.memory, asked.dtype, asked.attention)
     else:
         machine = asked.choose(recipe)
-    options = options_of(given, recipe, track, machine, curve)
+    decided = {"compile": given.compile, "checkpoint_every": given.checkpoint_every, "curve": curve}
+    notice = say if is_first() else str
+    options = make_options(recipe, track, machine, **{**vars(given.options), **decided}, notice=notice)
     if given.dry_run:
         return dry_run(given, recipe, track, machine, options)
     if where is not None:
@@ -202,29 +219,6 @@ def train(given: Train, recipe: Recipe, track: Track, curve: PublishedCurve | No
     if not is_first():
         return 0 if outcome.result.status == "ok" else 1
     return summarize(outcome, given, machine)
-
-
-def options_of(given: Train, recipe: Recipe, track: Track, machine: Machine, curve: PublishedCurve | None) -> Options:
-    """The options of the run; prints what was decided for lack of a flag."""
-    every, compile = given.checkpoint_every, given.compile
-    if every is None:
-        every = run.default_checkpoint_every(recipe, track)
-        if is_first() and not (every or given.dry_run):
-            say(
-                f"no checkpoints on the way: the clock of track {track.name!r} would count them; "
-                f"--checkpoint-every {recipe.validation.every} writes them, for a run that may have to be resumed"
-            )
-    if compile is None:
-        compile = run.worth_compiling(recipe, machine)
-        if not compile and is_first():
-            steps = f"{recipe.schedule.total} step{'s' * (recipe.schedule.total != 1)}"
-            say(f"torch.compile is not used: {steps} are sooner done without it; --compile uses it")
-    return Options(**{**vars(given.options), "compile": compile, "checkpoint_every": every, "curve": curve})
-
-
-def has_ended(folder: Path) -> bool:
-    there = (folder / "run.json").exists() and (folder / "result.json").exists()
-    return there and read_result(folder).status != "interrupted"
 
 
 def folder_to_resume(given: Train, recipe: Recipe, track: Track) -> Path | None:

@@ -2,7 +2,7 @@
 
     speedrun ablate --recipe normuon --set schedule.steps=200 --seeds 5 --budget 240
 
-Every round is one seed: the recipe as it is, a shorter one, and each variant, in an order that turns round with every
+Every round is one seed: the recipe as it is, a shorter one, and each variant, in an order that is reversed with every
 round. Effects are differences to the recipe as it is, paired by seed, with 95 % intervals, corrected by Holm for the
 number of switches. The shorter run gives the exchange rate between loss and training, by which an effect on the loss at
 equal tokens becomes one on the time to the same loss. The same command continues; the budget decides how many rounds.
@@ -12,33 +12,44 @@ With --jobs several runs share the machine: more losses an hour, and seconds tha
 import dataclasses
 import hashlib
 import math
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from rich.console import Console
 
 from speedrun.checks import AboveZero, Count, NotNegative, Positive
 from speedrun.errors import UserError, nearest
-from speedrun.experiments import plan as plans
-from speedrun.experiments.children import Children, last_words
-from speedrun.experiments.race import side
+from speedrun.experiments.race import change_recipe
 from speedrun.experiments.statistics import Effect, effect, holm
-from speedrun.experiments.sweep import ROWS, RowLog, keep_to, with_arithmetic
-from speedrun.options import unset
-from speedrun.recipes import DEFAULT, get_recipe
-from speedrun.tracks import get_track, own_track
-from speedrun.training import scale
-from speedrun.training.config import Recipe, fields_of, with_fields
-from speedrun.training.device import check_processes
-from speedrun.training.load import usable_cores
-from speedrun.training.run import check_ranks, fit_to_tokens
-from speedrun.training.runlog import read_result, source_sha256
+from speedrun.experiments.trial import (
+    ROWS,
+    ChildProcesses,
+    ExperimentArgs,
+    NoResult,
+    RowLog,
+    Trial,
+    check_same_plan,
+    run_trial,
+    with_arithmetic,
+    write_recipe,
+)
+from speedrun.tracks import get_track
+from speedrun.training import (
+    Recipe,
+    check_processes,
+    check_ranks,
+    fields_of,
+    fit_to_tokens,
+    scale,
+    source_sha256,
+    usable_cores,
+    with_fields,
+)
 
 Changes = dict[str, Any]
 Row = dict[str, Any]
@@ -101,45 +112,27 @@ SWITCHES: dict[str, Changes] = {
 
 
 @dataclass(frozen=True)
-class Ablate:
-    recipe: str = DEFAULT
-    """Which recipe."""
-    track: str = "pocket"
-    """On which track. With --data: at the size of which track."""
-    data: Annotated[Path | None, unset("PATH")] = None
-    """A folder made by `speedrun data encode`, instead of a track's tokens."""
-    changes: Annotated[tuple[str, ...], unset("FIELD=VALUE ...", name="set")] = ()
+class AblationArgs(ExperimentArgs):
+    set: tuple[str, ...] = ()
     """FIELD=value, changed in every run, such as schedule.steps=200 for a shorter one."""
-    switches: Annotated[tuple[str, ...], unset("SWITCH ...")] = ()
+    switches: tuple[str, ...] = ()
     """Which switches; default: all that the recipe has."""
-    pairs: Annotated[tuple[str, ...], unset("SWITCH+SWITCH ...")] = ()
+    pairs: tuple[str, ...] = ()
     """Pairs of switches that are also turned off together."""
     seeds: Positive = 5
     """Rounds, one seed each."""
     first_seed: Count = 3000
     """Seed of the first round."""
     budget: NotNegative = 60.0
-    """Minutes; no round begins that would not end within it. Time spent before a restart counts."""
+    """Minutes; no round is started that would not end within it. Time spent before a restart counts."""
     out: Path = Path("ablations/ablation")
     """Where rows.jsonl is kept; the same folder continues."""
-    nproc: Positive = 1
-    """Processes of each run, on this machine."""
-    threads: Annotated[Positive | None, unset("INT")] = None
-    """CPU threads of each process; default: all usable cores, shared by all processes of all jobs."""
     jobs: Positive = 1
-    """Runs at a time."""
-    dtype: str = "auto"
-    """auto, float32 or bfloat16: the arithmetic of matmuls, the same in all runs."""
-    compile: bool = True
-    """Use torch.compile where it works."""
-    markdown: Annotated[Path | None, unset("FILE.md")] = None
-    """Also write the table as Markdown into this file."""
-    plot: Annotated[Path | None, unset("FILE.svg")] = None
-    """Also draw the effects into this file."""
+    """Number of runs at a time."""
 
 
 def switches_of(recipe: Recipe) -> dict[str, Changes]:
-    """The switches that are on, with what turns each off. One that cannot be turned off alone is told apart later."""
+    """The switches that are on, and the fields that turn each off."""
     known = fields_of(recipe)
     on = {name: off for name, off in SWITCHES.items() if known[next(iter(off))] != next(iter(off.values()))}
     if recipe.optim.matrices == "adam":  # then Muon's fields say nothing
@@ -147,16 +140,16 @@ def switches_of(recipe: Recipe) -> dict[str, Changes]:
     return on
 
 
-def variants(recipe: Recipe, given: Ablate) -> dict[str, Recipe]:
+def variants(recipe: Recipe, args: AblationArgs) -> dict[str, Recipe]:
     """Every recipe of the ablation by name, the recipe itself and the shorter one first."""
     on = switches_of(recipe)
-    for name in (*given.switches, *(part for pair in given.pairs for part in pair.split("+"))):
+    for name in (*args.switches, *(part for pair in args.pairs for part in pair.split("+"))):
         if name not in SWITCHES:
             raise UserError(f"There is no switch {name!r}.{nearest(name, SWITCHES)}")
         if name not in on:
             raise UserError(f"Recipe {recipe.name!r} does not use {name!r}; it has {', '.join(on)}.")
-    wanted = {name: on[name] for name in given.switches or on}
-    for pair in given.pairs:
+    wanted = {name: on[name] for name in args.switches or on}
+    for pair in args.pairs:
         if pair.count("+") != 1:
             raise UserError(f"{pair!r} is no pair of switches; write one+other.")
         wanted[pair] = {field: value for part in pair.split("+") for field, value in on[part].items()}
@@ -174,38 +167,38 @@ def variants(recipe: Recipe, given: Ablate) -> dict[str, Recipe]:
 
 @dataclass(frozen=True)
 class AblationPlan:
-    asked: Ablate
+    args: AblationArgs
     base: Recipe
     token_files: dict[str, str]
     variants: tuple[str, ...]
     source: str
 
 
-def run(given: Ablate, console: Console) -> list["Line"]:
+def run_ablation(args: AblationArgs, console: Console) -> list["Line"]:
     """Do what the budget allows, and return the table's lines."""
-    check_processes(given.nproc, "auto")
-    _, recipe = side(given.recipe, get_track(given.track).name, given.changes)
-    track = own_track(given.data, None) if given.data else get_track(given.track)
+    check_processes(args.nproc, args.device)
+    _, recipe = change_recipe(args.recipe, get_track(args.track).name, args.set)
+    track = args.find_track()
     recipe = fit_to_tokens(recipe, track.locate(), track)
     recipe = with_fields(recipe, {"validation.first": False, "validation.every": 10**6})
-    entrants = variants(recipe, given)
+    entrants = variants(recipe, args)
     for entrant in entrants.values():
         scale.check(entrant)
-        check_ranks(entrant, given.nproc)
-    given = with_arithmetic(given, given.out / PLAN, AblationPlan, recipe, given.jobs)
-    plan = AblationPlan(given, recipe, track.files, tuple(entrants), source_sha256())
-    keep_to(given.out / PLAN, plan, "an ablation", free=("seeds", "budget", "out", "markdown", "plot"))
-    rows = Rows(given.out / ROWS)
-    for number in range(given.seeds):
-        seed = given.first_seed + number
+        check_ranks(entrant, args.nproc)
+    args = with_arithmetic(args, args.out / PLAN, AblationPlan, recipe, args.jobs)
+    plan = AblationPlan(args, recipe, track.files, tuple(entrants), source_sha256())
+    check_same_plan(args.out / PLAN, plan, "an ablation", free=("seeds", "budget", "out", "data"))
+    rows = Rows(args.out / ROWS)
+    for number in range(args.seeds):
+        seed = args.first_seed + number
         missing = [name for name in entrants if (name, seed) not in rows.known]
-        expected = sum(rows.minutes_of(name) for name in missing) / given.jobs
-        if missing and rows.minutes / given.jobs + expected > given.budget:
-            console.print(f"the budget of {given.budget:g} minutes allows no further round; raise --budget to go on")
+        expected = sum(rows.minutes_of(name) for name in missing) / args.jobs
+        if missing and rows.minutes / args.jobs + expected > args.budget:
+            console.print(f"the budget of {args.budget:g} minutes allows no further round; raise --budget to continue")
             break
         turn = missing if number % 2 == 0 else missing[::-1]
-        with ThreadPoolExecutor(given.jobs) as pool, Children() as children:
-            each = partial(execute, given, children, seed=seed)
+        with ThreadPoolExecutor(args.jobs) as pool, ChildProcesses() as processes:
+            each = partial(execute, args, processes, seed=seed)
             for row in pool.map(each, turn, [entrants[name] for name in turn]):
                 rows.add(row)
                 text = f"loss {row['loss']:.4f}  {row['seconds']:.2f} s" if row["status"] == "ok" else row["status"]
@@ -241,23 +234,18 @@ class Rows(RowLog):
         return float(sum(own) / len(own)) if own else 0.0
 
 
-def execute(given: Ablate, children: Children, name: str, recipe: Recipe, seed: int) -> Row:
+def execute(args: AblationArgs, processes: ChildProcesses, name: str, recipe: Recipe, seed: int) -> Row:
     slug = hashlib.sha256(name.encode()).hexdigest()[:8]
-    folder = given.out / "runs" / f"{slug}-s{seed}-{time.time_ns()}"
-    words = [sys.executable, "-m", "speedrun", "train", "--recipe", recipe.name, "--track", recipe.track]
-    words += plans.flags(recipe, get_recipe(recipe.name, recipe.track))
-    words += ["--data", str(given.data)] if given.data else []
-    words += ["--nproc", str(given.nproc)] if given.nproc > 1 else []
-    threads = given.threads or (max(1, usable_cores() // (given.jobs * given.nproc)) if given.jobs > 1 else None)
-    words += ["--threads", str(threads)] if threads else []
-    words += ["--dtype", given.dtype, "--compile", str(given.compile), "--seed", str(seed), "--out", str(folder)]
-    words += ["--checkpoint-every", "0", "--save", "False", "--sample", "False"]
+    file = write_recipe(args.out / "recipes" / f"{slug}-s{seed}.json", recipe)
+    settings = args.settings
+    if args.jobs > 1 and settings.threads is None:
+        settings = dataclasses.replace(settings, threads=max(1, usable_cores() // (args.jobs * args.nproc)))
+    trial = Trial(file, seed, args.out / "runs" / f"{slug}-s{seed}-{time.time_ns()}", settings, args.data)
     began = time.monotonic()
-    done = children.run(words)
-    if done.returncode not in (0, 1) or not (folder / "result.json").exists():
-        last = last_words(done.stderr) or "no message"
-        raise UserError(f"The run without {name!r} ended without a result: {last}")
-    result = read_result(folder)
+    try:
+        result = run_trial(trial, processes)
+    except NoResult as e:
+        raise UserError(f"The run without {name!r} ended without a result: {e}.") from e
     ok = result.status == "ok"
     return {
         "variant": name,
@@ -321,7 +309,7 @@ def lines_of(rows: list[Row], names: Sequence[str]) -> list[Line]:
     return sorted(found, key=lambda line: (line.name != SHORTER, -line.loss.mean if line.loss else math.inf))
 
 
-def table(lines: list[Line]) -> list[tuple[str, ...]]:
+def ablation_table(lines: list[Line]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [
         ("turned off", "seeds", "loss", "95 % interval", "p (Holm)", "seconds", "to the same loss", "95 % interval")
     ]

@@ -1,4 +1,4 @@
-"""The plan of a race: everything that could be chosen to flatter somebody, written down before the first run.
+"""The plan of a race: every choice that could favour a side, written before the first run.
 
 `plan.json` has the track with its hashes, both recipes in full, the seeds, the order of the runs, alpha, and when the
 results are looked at. Every run carries the sha256 of the file, so it cannot be changed afterwards unnoticed.
@@ -12,18 +12,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from speedrun.arguments import Settings
 from speedrun.errors import UserError
 from speedrun.experiments import statistics
+from speedrun.experiments.trial import write_recipe
 from speedrun.files import from_json, read_object, write_json
-from speedrun.training import telemetry
-from speedrun.training.config import Recipe, fields_of
-from speedrun.training.runlog import describe_devices, describe_environment, plain
+from speedrun.training import Recipe, describe_devices, describe_environment, telemetry, to_jsonable
 
 PLAN = "plan.json"
 BLOCK = "ABBA"
 KINDS = ("full", "systems")
 RESTORE = "Restore it from a copy, or use the version of speedrun that wrote it."
-SEEDS = 10**9  # seeds of a race are drawn below this
+SEEDS = 10**9  # random seeds of a race lie below this
 
 
 @dataclass(frozen=True)
@@ -43,21 +43,8 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The same for all runs."""
-
-    device: str
-    dtype: str
-    threads: int | None
-    attention: str
-    compile: bool
-    nproc: int
-    """Processes of each run, on one machine."""
-
-
-@dataclass(frozen=True)
 class MachineInfo:
-    """What tells one machine, or one installation, from another, as far as a run knows it."""
+    """What distinguishes machines and installations, as far as a run records it."""
 
     cpu: str | None
     cores: int | None
@@ -80,15 +67,15 @@ class Plan:
     files: dict[str, str]
     """sha256 of each token file."""
     data: str | None
-    """The token folder, if it is no track's."""
+    """The token folder of a race on other data than a track's."""
     labels: dict[str, str]
-    """What each side is called; `both`: what is changed in the recipes of both."""
+    """Name of each side; `both`: what is changed in the recipes of both."""
     recipes: dict[str, Recipe]
     """Of side A, the challenger, and of side B, if there is one."""
     seeds: tuple[int, ...]
     """One per run of a side; both sides use the same ones."""
-    drawn: bool
-    """Whether the seeds follow from the rest of the plan, so that nobody picked them; else a person named the first."""
+    random_seeds: bool
+    """Whether the seeds follow from the rest of the plan; False: the first one was chosen."""
     alpha: float
     looks: tuple[int, ...]
     """After how many blocks (or runs, without a side B) the results are judged; the last one ends the race."""
@@ -128,17 +115,19 @@ class Plan:
         return statistics.levels(self.alpha, runs)[number], statistics.levels(self.alpha, self.looks)[number]
 
     def to_json(self) -> dict[str, Any]:
-        value: dict[str, Any] = plain(self)
+        value: dict[str, Any] = to_jsonable(self)
         value["runs"] = [{"name": e.name, "seed": e.seed} for e in self.entries]
         value["levels"] = [dict(zip(("loss", "time"), self.levels(look), strict=True)) for look in self.looks]
-        return dict(json.loads(json.dumps(plain(value))))
+        return dict(json.loads(json.dumps(to_jsonable(value))))
 
     def write(self, folder: Path) -> None:
+        for side, recipe in self.recipes.items():
+            write_recipe(folder / recipe_file(side), recipe)
         write_json(folder / PLAN, self.to_json())
 
     @classmethod
     def read(cls, folder: Path) -> "Plan":
-        """What it says must also follow from itself: the order of the runs from the seeds, the levels from alpha."""
+        """Checked: the order of the runs follows from the seeds, the levels from alpha."""
         where, value = folder / PLAN, stored(folder)
         derived = {name: value.pop(name, None) for name in ("runs", "levels")}
         plan = from_json(value, cls, str(where), RESTORE)
@@ -151,6 +140,11 @@ class Plan:
         if odd:
             raise UserError(f"{where} was edited: its {', '.join(odd)} cannot follow from the rest of it. {RESTORE}")
         return plan
+
+
+def recipe_file(side: str) -> str:
+    """The stored recipe with which the runs of a side are started, beside the plan."""
+    return f"recipe-{side}.json"
 
 
 def stored(folder: Path) -> dict[str, Any]:
@@ -166,7 +160,7 @@ def check(plan: Plan) -> None:
     if plan.kind not in KINDS:
         raise UserError(f"The kind of race is {plan.kind!r}; choose {' or '.join(KINDS)}.")
     if sorted(plan.recipes) not in (["A"], ["A", "B"]) or not {*plan.recipes} <= {*plan.labels}:
-        raise UserError(f"The sides {', '.join(plan.recipes)} do not do: a race has A, or A and B, each with a label.")
+        raise UserError(f"The sides {', '.join(plan.recipes)} do not fit: a race has A, or A and B, each with a label.")
     if plan.kind == "systems" and not paired:
         raise UserError("A systems race compares two sides; name the other one with --against.")
     if runs < least:
@@ -198,8 +192,8 @@ def agree(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-def drawn_seeds(plan: dict[str, Any], runs: int) -> tuple[int, ...]:
-    """Seeds that nobody picked: they follow from everything else in the plan's JSON, the time of day included."""
+def random_seeds(plan: dict[str, Any], runs: int) -> tuple[int, ...]:
+    """Seeds that follow from everything else in the plan's JSON, the time of day included."""
     value = {k: v for k, v in plan.items() if k not in ("seeds", "runs")}
     first = int(hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest(), 16) % SEEDS
     return tuple(range(first, first + runs))
@@ -227,17 +221,3 @@ def machine(environment: dict[str, Any], devices: Sequence[str], snapshot: dict[
         torch=environment["torch"]["version"],
         cpu_capability=environment["torch"]["cpu_capability"],
     )
-
-
-def flags(recipe: Recipe, base: Recipe) -> list[str]:
-    """The options of `speedrun train` that turn one recipe into another."""
-    words: list[str] = []
-    usual = fields_of(base)
-    for name, value in fields_of(recipe).items():
-        if value != usual[name] and "." in name:
-            words += [f"--{name.replace('_', '-')}", *_words(value)]
-    return words
-
-
-def _words(value: Any) -> list[str]:
-    return [word for item in value for word in _words(item)] if isinstance(value, tuple) else [str(value)]

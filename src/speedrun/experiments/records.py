@@ -3,7 +3,7 @@
     speedrun race --recipe mine --against normuon --runs 10 --submit my-idea
     speedrun records
 
-Two times are told. The measured one is the mean of the runs on whichever machine they were made. The official one is
+There are two times. The measured one is the mean of the runs on their machine. The official one is
 the predecessor's official time plus what was saved, measured on one machine: own mean minus the retimed predecessor's
 mean. The leaderboard sorts by the official one, so times of different machines never mix.
 """
@@ -20,15 +20,14 @@ from typing import Any
 from speedrun.checks import AboveZero, Positive, Share
 from speedrun.errors import UserError
 from speedrun.experiments import statistics
-from speedrun.experiments.plan import PLAN, RESTORE, Plan, agree
-from speedrun.experiments.verdict import TEXT, VERDICT
+from speedrun.experiments.plan import PLAN, RESTORE, Plan, agree, recipe_file
+from speedrun.experiments.verdict import TEXT, VERDICT, Verdict
 from speedrun.experiments.verification import ARCHIVE, INTERRUPTED, RUNS, Finding, examine, text_of, write_manifest
 from speedrun.files import new_folder, read_json, read_object, write_atomic, write_json
 from speedrun.templates import render
-from speedrun.training.config import Recipe, differences, to_dict
-from speedrun.training.runlog import RUN, SOURCE, modules, plain, source_sha256
+from speedrun.training import RUN, SOURCE, differences, modules, source_sha256, to_jsonable
 
-RECORD, README, RECIPE = "record.json", "README.md", "recipe.json"
+RECORD, README = "record.json", "README.md"
 
 
 @dataclass(frozen=True)
@@ -91,9 +90,9 @@ def submit(race: Path, name: str, root: Path) -> Path:
         raise UserError(f"The race in {race} cannot be a record: {(found.problems or ['it has no verdict'])[0]}.")
     plan, verdict = found.plan, found.verdict
     folder = root / plan.track / name
-    record = describe(name, plan, verdict, foresee(plan, name, root))
+    record = describe(name, plan, verdict, check_submission(plan, name, root))
     with new_folder(folder) as made:
-        for file_name in (PLAN, VERDICT, TEXT):
+        for file_name in (PLAN, VERDICT, TEXT, *map(recipe_file, plan.recipes)):
             shutil.copyfile(race / file_name, made / file_name)
         archive(race / RUNS / "001-A" / SOURCE / "speedrun", made / ARCHIVE)  # the same for all runs, by its hash
         left_out = shutil.ignore_patterns(SOURCE, ".*", "checkpoints", "tokenizer.json")
@@ -102,8 +101,7 @@ def submit(race: Path, name: str, root: Path) -> Path:
                 shutil.copytree(race / part, made / part, ignore=left_out)
         for file in made.glob(f"*/*/{RUN}"):
             write_json(file, anonymous(read_object(file, RESTORE)))
-        write_json(made / RECIPE, to_dict(plan.recipes["A"]))
-        write_json(made / RECORD, plain(record))
+        write_json(made / RECORD, to_jsonable(record))
         write_atomic(made / README, readme(record, plan, verdict))
         write_manifest(made)
     return folder
@@ -116,8 +114,8 @@ def archive(package: Path, file: Path) -> None:
             made.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
 
 
-def foresee(plan: Plan, name: str, root: Path) -> Record | None:
-    """The record to beat, if there is one; what would prevent a record of this plan is told before hours of racing."""
+def check_submission(plan: Plan, name: str, root: Path) -> Record | None:
+    """The record to beat, if there is one. Raises, before hours of racing, what would prevent a record."""
     check_name(name)
     if (root / plan.track / name).exists():
         raise UserError(f"{root / plan.track / name} exists already; choose another name.")
@@ -146,32 +144,32 @@ def best_before(root: Path, plan: Plan) -> Record | None:
     return best
 
 
-def describe(name: str, plan: Plan, verdict: dict[str, Any], predecessor: Record | None) -> Record:
+def describe(name: str, plan: Plan, verdict: Verdict, predecessor: Record | None) -> Record:
     """record.json: what the leaderboard needs, all of it from the verdict and from the predecessor's official time."""
     wanted = ("faster",) if predecessor or plan.kind == "systems" else ("valid", "faster")
-    if verdict["verdict"] not in wanted:
-        raise UserError(
-            f"The verdict is {verdict['verdict']!r} ({verdict['why']}); a record needs {' or '.join(wanted)}."
-        )
-    a, b = verdict["sides"]["A"], verdict["sides"].get("B")
-    measured = a["time"]["mean"]
-    official = measured
+    if verdict.verdict not in wanted:
+        raise UserError(f"The verdict is {verdict.verdict!r} ({verdict.why}); a record needs {' or '.join(wanted)}.")
+    a, b = verdict.sides["A"], verdict.sides.get("B")
+    assert a.loss and a.time  # noqa: PT018
+    assert a.p is not None
+    official = measured = a.time.mean
     if predecessor is not None:
-        official = predecessor.official + a["time"]["mean"] - b["time"]["mean"]
+        assert b and b.time  # noqa: PT018
+        official = predecessor.official + measured - b.time.mean
     return Record(
         name=name,
         track=plan.track,
         kind=plan.kind,
         date=datetime.date.fromisoformat(plan.created[:10]),
-        label=a["label"],
-        runs=a["runs"],
-        loss=a["loss"]["mean"],
-        p=a["p"],
-        shadow=a["shadow"]["mean"] if a["shadow"] else None,
-        measured=float(measured),
-        official=float(official),
-        against=b["label"] if b else None,
-        retimed=float(b["time"]["mean"]) if b else None,
+        label=a.label,
+        runs=a.runs,
+        loss=a.loss.mean,
+        p=a.p,
+        shadow=a.shadow.mean if a.shadow else None,
+        measured=measured,
+        official=official,
+        against=b.label if b else None,
+        retimed=b.time.mean if b and b.time else None,
         predecessor=predecessor.name if predecessor else None,
         machine=f"{plan.machine.cpu}, {plan.machine.cores} cores, {', '.join(plan.machine.devices)}"
         + (f", {plan.settings.nproc} processes" if plan.settings.nproc > 1 else ""),
@@ -179,7 +177,7 @@ def describe(name: str, plan: Plan, verdict: dict[str, Any], predecessor: Record
 
 
 def anonymous(value: Any) -> Any:
-    """Where files lay on somebody's machine is nobody's business: of an absolute path the last part stays."""
+    """Without the folders of the machine: of an absolute path the last part stays."""
     if isinstance(value, dict):
         return {key: anonymous(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -187,18 +185,18 @@ def anonymous(value: Any) -> Any:
     return Path(value).name if isinstance(value, str) and re.fullmatch(r"(/|[A-Za-z]:\\).*", value) else value
 
 
-def readme(record: Record, plan: Plan, verdict: dict[str, Any]) -> str:
+def readme(record: Record, plan: Plan, verdict: Verdict) -> str:
     """In the manner of the records that this grew out of: what changed, timing and validation, the predecessor."""
-    losses = [round(r["loss"], 6) for r in verdict["runs"] if r["side"] == "A"]
+    losses = [round(r.loss, 6) for r in verdict.runs if r.side == "A" and r.loss is not None]
     changed = differences(plan.recipes["B"], plan.recipes["A"]) if record.retimed is not None else []
     return render(
         "record.md",
         record=record,
         plan=plan,
         verdict=verdict,
-        ratio=verdict["time"],
+        ratio=verdict.time,
         losses=losses,
-        times={s: [round(r["time"], 3) for r in verdict["runs"] if r["side"] == s] for s in verdict["sides"]},
+        times={s: [round(r.time, 3) for r in verdict.runs if r.side == s] for s in verdict.sides},
         p=float(statistics.below(losses, plan.target)),  # type: ignore[arg-type]
         changed=[change for change in changed if not change.startswith("name:")],
         spread=statistics.spread,
@@ -208,8 +206,8 @@ def readme(record: Record, plan: Plan, verdict: dict[str, Any]) -> str:
 # -------------------------------------------------------------------- verifying
 
 
-def problems(folder: Path, found: Finding) -> list[str]:
-    """What is wrong with a record beyond its race; nothing for a race that is none."""
+def problems_of_record(folder: Path, found: Finding) -> list[str]:
+    """What is wrong with a record beyond its race; empty for a race that is not a record."""
     if not (folder / RECORD).exists():
         return []
     if found.verdict is None:
@@ -230,15 +228,13 @@ def problems(folder: Path, found: Finding) -> list[str]:
         expected = describe(record.name, found.plan, found.verdict, before)
     except UserError as e:
         return [str(e)]
-    mine, theirs = plain(expected), plain(record)
+    mine, theirs = to_jsonable(expected), to_jsonable(record)
     odd = [name for name in mine if not agree(mine[name], theirs[name])]
     wrong = [f"{RECORD} does not follow from the race: {', '.join(odd)}"] if odd else []
     if found.plan.source_sha256 != source_sha256():
         found.notes.append(f"whether {README} says what the race says: another version of the program wrote it")
     elif not odd and text_of(folder / README) != readme(record, found.plan, found.verdict):
         wrong.append(f"{README} does not say what the race says")
-    if read_json(folder / RECIPE, Recipe, RESTORE) != found.plan.recipes["A"]:
-        wrong.append(f"{RECIPE} is not the recipe of the plan")
     return wrong
 
 
@@ -246,7 +242,7 @@ def problems(folder: Path, found: Finding) -> list[str]:
 
 
 def table(records: list[Record]) -> list[tuple[str, ...]]:
-    """Rows for a person: the fastest first."""
+    """The leaderboard as a table: the fastest first."""
     rows: list[tuple[str, ...]] = [("official", "measured", "loss", "p", "shadow", "runs", "date", "record", "recipe")]
     for r in records:
         shadow = "-" if r.shadow is None else f"{r.shadow:.4f}"

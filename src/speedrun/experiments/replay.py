@@ -9,6 +9,7 @@ of a run in several processes may differ by rounding, too.
 
 import contextlib
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,16 +19,8 @@ from speedrun.errors import UserError
 from speedrun.experiments.plan import Plan, this_machine
 from speedrun.experiments.verification import Run
 from speedrun.tracks import get_track, own_track
-from speedrun.training.config import Options
-from speedrun.training.device import choose
-from speedrun.training.job import Job
-from speedrun.training.loop import Loop
-from speedrun.training.progress import Progress
-from speedrun.training.run import hashes
-from speedrun.training.runlog import RunFolder, source_sha256
-from speedrun.training.step import Trainer
-from speedrun.training.validate import validate
-from speedrun.training.warmup import warm_up
+from speedrun.training import Job, Loop, Options, Progress, RunFolder, Trainer, choose, hashes, source_sha256, warm_up
+from speedrun.training import validation_loss as validate
 
 TOLERANCE = 0.01  # of a loss, where bits may differ
 
@@ -39,6 +32,14 @@ class Replay:
     """Why bits may differ; empty: they had to agree."""
     worst: float
     problem: str | None
+
+
+def replay_sides(folder: Path, plan: Plan, steps: int, data: Path | None) -> Iterator[tuple[str, Replay]]:
+    """(name, outcome) of the first run of each side, by as many steps as there are at most; 0: all."""
+    for side, recipe in plan.recipes.items():
+        entry = next(e for e in plan.entries if e.side == side)
+        run = Run.read(folder, entry)
+        yield entry.name, replay(run, plan, min(steps or recipe.schedule.total, len(run.lines("train"))), data)
 
 
 def replay(run: Run, plan: Plan, steps: int, data: Path | None) -> Replay:
@@ -64,26 +65,26 @@ def replay(run: Run, plan: Plan, steps: int, data: Path | None) -> Replay:
             with contextlib.closing(Loop(trainer).batches()) as batches:
                 for step in range(steps):
                     again.append((f"step {step}", trainer.step(recipe.schedule.at(step), batches.next())))
-            told = [m["loss"] for m in run.lines("train")[:steps]]
+            stored = [m["loss"] for m in run.lines("train")[:steps]]
             if steps == total:
                 again += [(f"the final {split} loss", validate(trainer, split, total)) for split in plan.splits]
-                told += [run.result.losses[split] for split in plan.splits]
+                stored += [run.result.losses[split] for split in plan.splits]
         finally:
             torch.compiler.set_stance("default")
     here, there = this_machine(), plan.machine
     inexact = ""
     if plan.source_sha256 != source_sha256():
-        inexact = "another version of speedrun trained there"
+        inexact = "another version of speedrun trained it"
     elif here.devices != ("cpu",) or any(
         getattr(here, k) != getattr(there, k) for k in ("cpu", "torch", "cpu_capability", "devices")
     ):
         inexact = "another kind of machine"
     elif run.about.world_size > 1:
-        inexact = f"{run.about.world_size} processes trained there, one repeats it here"
+        inexact = f"{run.about.world_size} processes trained it, one repeats it here"
     allowed = TOLERANCE if inexact else 0.0
     problem, worst = None, 0.0
-    for (what, mine), theirs in zip(again, told, strict=True):
+    for (what, mine), theirs in zip(again, stored, strict=True):
         worst = max(worst, abs(mine - theirs))
         if problem is None and not abs(mine - theirs) <= allowed:
-            problem = f"{run.entry.name}: {what} gives {mine!r} here, but {theirs!r} is written there"
+            problem = f"{run.entry.name}: {what} gives {mine!r} here, but {theirs!r} is stored"
     return Replay(steps, inexact, worst, problem)

@@ -8,7 +8,6 @@ shapes of different speed are compared fairly. Every trial is a process of its o
 the same command continues where it was stopped. Only the validation split is ever read.
 """
 
-import dataclasses
 import hashlib
 import itertools
 import json
@@ -16,7 +15,6 @@ import math
 import random
 import shlex
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -29,61 +27,60 @@ from rich.table import Table
 
 from speedrun.checks import AboveZero, NotNegative, Positive
 from speedrun.errors import UserError, nearest
-from speedrun.experiments.children import Children, arithmetic_for, kept_dtype, last_words
-from speedrun.files import DELETE, explained, from_json, read_json, read_lines, write_atomic, write_json
-from speedrun.options import unset
-from speedrun.recipes import DEFAULT, get_recipe
-from speedrun.tracks import get_track, own_track
-from speedrun.training import scale
-from speedrun.training.config import Recipe, fields_of, with_fields
-from speedrun.training.device import check_processes, check_settings
-from speedrun.training.run import check_ranks
-from speedrun.training.runlog import plain, read_metrics, read_result
+from speedrun.experiments.trial import (
+    ROWS,
+    ChildProcesses,
+    ExperimentArgs,
+    NoResult,
+    RowLog,
+    Trial,
+    check_same_plan,
+    read_rows,
+    run_trial,
+    with_arithmetic,
+    write_recipe,
+)
+from speedrun.files import read_json
+from speedrun.recipes import get_recipe
+from speedrun.tracks import get_track
+from speedrun.training import Recipe, check_processes, check_ranks, fields_of, read_metrics, scale, with_fields
 
 CALIBRATION_STEPS = 24
-PLAN, ROWS = "sweep.json", "rows.jsonl"
+PLAN = "sweep.json"
 Fields = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Sweep:
-    vary: Annotated[tuple[str, ...], unset("FIELD=VALUES ...")] = ()
+class SweepArgs(ExperimentArgs):
+    """`recipe` is where the search starts: the first candidate is the recipe as it is."""
+
+    vary: tuple[str, ...] = ()
     """FIELD=a,b,c or FIELD=low..high or FIELD=low..high:log; `speedrun recipes show NAME` lists the fields."""
-    recipe: str = DEFAULT
-    """Where the search starts: the first candidate is the recipe as it is."""
-    track: str = "pocket"
-    """On which track. With --data: at the size of which track."""
-    data: Annotated[Path | None, unset("PATH")] = None
-    """A folder made by `speedrun data encode`, instead of a track's tokens."""
-    fix: Annotated[tuple[str, ...], unset("FIELD=VALUE ...")] = ()
+    fix: tuple[str, ...] = ()
     """FIELD=value, changed in every candidate."""
     method: Literal["coordinate", "halving", "random", "grid"] = "coordinate"
     """coordinate: one field at a time, keeping the best; grid: all combinations (a range is five values for both);
-    halving: many short trials, the best ones go on longer; random: independent draws."""
+    halving: many short trials, the best ones continue longer; random: independent samples."""
     trials: Positive = 9
-    """Candidates drawn by halving and random."""
+    """Number of candidates of halving and random."""
     eta: Annotated[int, Meta(ge=2)] = 3
-    """Halving keeps one in so many, and gives them so many times the steps."""
+    """Halving keeps one in eta, and gives them eta times the steps."""
     rungs: Positive = 3
-    """Halving: how many times, the last one with all steps."""
+    """Halving: number of times, the last one with all steps."""
     rounds: Positive = 2
     """Coordinate: times through all fields, unless nothing improves any more."""
     seeds: tuple[int, ...] = (0,)
     """Seeds of each candidate; their mean loss counts."""
-    clock: Annotated[AboveZero | None, unset("SECONDS")] = None
-    """Training time of each candidate: steps follow from a short timing of it; default: the recipe's steps."""
+    clock: AboveZero | None = None
+    """Training seconds of each candidate: steps follow from a short timing of it; default: the recipe's steps."""
     budget: NotNegative = 60.0
     """Minutes; no trial is started after that. Time spent before a restart counts."""
-    draw: int = 0
-    """Seed of the random draws."""
+    random_seed: int = 0
+    """Seed of the random samples."""
+    compile: bool | None = None  # type: ignore[assignment]
+    """Use torch.compile. Default: where it works, unless a trial on a CPU is so short that it only costs time."""
     out: Path = Path("sweeps/sweep")
     """Where rows.jsonl is kept; the same folder continues."""
-    nproc: Positive = 1
-    """Processes of each trial, on this machine."""
-    threads: Annotated[Positive | None, unset("INT")] = None
-    """CPU threads of each process; default: all usable cores, shared by the processes."""
-    dtype: str = "auto"
-    """auto, float32 or bfloat16: the arithmetic of matmuls, the same in all trials."""
 
 
 @dataclass
@@ -122,16 +119,16 @@ class Range:
         return cls(name, choices)
 
     def at(self, share: float) -> Any:
-        """The value so far on the way from low to high."""
+        """The value at a share of the way from low to high."""
         low, high = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
         x = low + (high - low) * share
         x = math.exp(x) if self.log else x
         return round(x) if self.whole else float(f"{x:.3g}")
 
-    def draw(self, rng: random.Random) -> Any:
+    def sample(self, rng: random.Random) -> Any:
         return rng.choice(self.choices) if self.choices else self.at(rng.random())
 
-    def ladder(self) -> list[Any]:
+    def grid_values(self) -> list[Any]:
         """Values for one-at-a-time search: the list, or five points of the range."""
         return self.choices or list(dict.fromkeys(self.at(i / 4) for i in range(5)))
 
@@ -161,12 +158,12 @@ class BudgetSpent(Exception):
     pass
 
 
-class Bench:
-    """Runs candidates, remembers their rows, and knows what the budget allows."""
+class SweepRunner:
+    """Runs candidates within the budget, and keeps their rows."""
 
-    def __init__(self, given: Sweep, base: Recipe, fixed: Fields, console: Console) -> None:
-        self.given, self.base, self.fixed, self.console = given, base, fixed, console
-        self.log = RowLog(given.out / ROWS, Trial)
+    def __init__(self, args: SweepArgs, base: Recipe, fixed: Fields, console: Console) -> None:
+        self.args, self.base, self.fixed, self.console = args, base, fixed, console
+        self.log = RowLog(args.out / ROWS, Candidate)
         if self.log.torn:
             console.print(f"the last row of {self.log.file} was torn; it is dropped")
         self.known = {r["key"]: r for r in self.log.rows}
@@ -180,15 +177,15 @@ class Bench:
         except UserError as e:
             self.console.print(f"  skipped {self.show(changes)}: {e}")
             return math.inf
-        return statistics.mean(loss_of(self.run_once("trial", changes, seed, steps)) for seed in self.given.seeds)
+        return statistics.mean(loss_of(self.run_once("trial", changes, seed, steps)) for seed in self.args.seeds)
 
     def full_steps(self, changes: Fields) -> int:
         recipe = with_fields(self.base, changes)
         scale.check(recipe)
-        check_ranks(recipe, self.given.nproc)
-        if self.given.clock is None:
+        check_ranks(recipe, self.args.nproc)
+        if self.args.clock is None:
             return recipe.schedule.steps
-        return max(1, int(self.given.clock / self.step_seconds(changes)))
+        return max(1, int(self.args.clock / self.step_seconds(changes)))
 
     def step_seconds(self, changes: Fields) -> float:
         """Median step of a short run, shared by candidates that differ only in numbers that cost no time."""
@@ -210,7 +207,7 @@ class Bench:
         key = hashlib.sha256(json.dumps([kind, sorted(changes.items()), seed, steps]).encode()).hexdigest()[:16]
         if key in self.known:
             return self.known[key]
-        if self.log.minutes >= self.given.budget:
+        if self.log.minutes >= self.args.budget:
             raise BudgetSpent
         row = self.execute(kind, changes, seed, steps, key)
         self.log.add(row)
@@ -223,27 +220,29 @@ class Bench:
         return row
 
     def execute(self, kind: str, changes: Fields, seed: int, steps: int, key: str) -> dict[str, Any]:
-        folder = self.given.out / "runs" / f"{key}-{time.time_ns()}"
         wanted = {**changes, "schedule.steps": steps}
         if kind == "calibration":
             wanted["validation.every"] = 10**9
-        command = [sys.executable, "-m", "speedrun", *self.train_command(wanted), "--seed", str(seed)]
-        command += ["--out", str(folder), "--checkpoint-every", "0", "--save", "False", "--sample", "False"]
+        file = write_recipe(self.recipe_file(key), with_fields(self.base, wanted))
+        folder = self.args.out / "runs" / f"{key}-{time.time_ns()}"
+        trial = Trial(file, seed, folder, self.args.settings, self.args.data)
         began = time.monotonic()
-        done = Children().run(command)
         row: dict[str, Any] = {"key": key, "kind": kind, "fields": changes, "seed": seed, "steps": steps}
+        try:
+            result = run_trial(trial, ChildProcesses())
+        except NoResult as e:
+            return row | {"minutes": (time.monotonic() - began) / 60, "status": f"no result: {e}", "loss": None}
         row["minutes"] = (time.monotonic() - began) / 60
-        if done.returncode not in (0, 1) or not (folder / "result.json").exists():
-            return row | {"status": f"no result: {last_words(done.stderr) or 'no message'}", "loss": None}
-        result = read_result(folder)
         ok = result.status == "ok"
-        status = "ok" if ok else f"{result.status}: {result.reason}"
-        row |= {"status": status, "loss": result.val_loss}
+        row |= {"status": "ok" if ok else f"{result.status}: {result.reason}", "loss": result.val_loss}
         row |= {"train_time": result.train_time, "tokens": result.tokens}
         times = [m["time"] for m in read_metrics(folder, "train")]
         if ok and len(times) > 1:
             row["step_seconds"] = statistics.median(b - a for a, b in itertools.pairwise(times))
         return row
+
+    def recipe_file(self, key: str) -> Path:
+        return self.args.out / "recipes" / f"{key}.json"
 
     def show(self, changes: Fields) -> str:
         """What sets a candidate apart; what is fixed in all of them is not repeated."""
@@ -251,20 +250,9 @@ class Bench:
         start, now = {**usual, **self.fixed}, {**usual, **changes}
         return " ".join(f"{k}={v}" for k, v in now.items() if start[k] != v) or "the start"
 
-    def train_command(self, fields: Fields) -> list[str]:
-        """`train ...` with these fields, on the tokens of this sweep."""
-        words = ["train", "--recipe", self.given.recipe, "--track", self.given.track]
-        words += ["--data", str(self.given.data)] if self.given.data else []
-        words += ["--nproc", str(self.given.nproc)] if self.given.nproc > 1 else []
-        words += ["--threads", str(self.given.threads)] if self.given.threads else []
-        words += ["--dtype", self.given.dtype]
-        for name, value in fields.items():
-            words += [f"--{name.replace('_', '-')}", str(value)]
-        return words
-
 
 @dataclass(frozen=True)
-class Trial:
+class Candidate:
     """A row of a sweep."""
 
     key: str
@@ -280,35 +268,6 @@ class Trial:
     step_seconds: float | None = None
 
 
-class RowLog:
-    """rows.jsonl: one line per run, whole or not there."""
-
-    def __init__(self, file: Path, kind: type) -> None:
-        self.file = file
-        self.rows = read_rows(file, kind)
-        self.torn = file.exists() and not file.read_bytes().endswith(b"\n")
-        if self.torn:
-            write_atomic(file, "".join(json.dumps(row) + "\n" for row in self.rows))
-
-    @property
-    def minutes(self) -> float:
-        return float(sum(row["minutes"] for row in self.rows))
-
-    def add(self, row: dict[str, Any]) -> None:
-        with explained(self.file), open(self.file, "a") as f:
-            f.write(json.dumps(row, allow_nan=False) + "\n")
-        self.rows.append(row)
-
-
-def read_rows(file: Path, kind: type) -> list[dict[str, Any]]:
-    """The whole rows of a rows.jsonl; one that a kill has torn does not count."""
-    rows = []
-    for where, _, row in read_lines(file, "Restore it, or choose another --out.") if file.exists() else ():
-        from_json(row, kind, where, DELETE)
-        rows.append(row)
-    return rows
-
-
 def loss_of(row: dict[str, Any]) -> float:
     """A failed trial has no loss, which counts as infinite."""
     return math.inf if row["loss"] is None else float(row["loss"])
@@ -317,71 +276,72 @@ def loss_of(row: dict[str, Any]) -> float:
 # -------------------------------------------------------------------- methods
 
 
-def coordinate(bench: Bench, ranges: list[Range], start: Fields) -> None:
-    best, best_loss = start, bench.loss(start)
-    for _ in range(bench.given.rounds):
+def coordinate(runner: SweepRunner, ranges: list[Range], start: Fields) -> None:
+    best, best_loss = start, runner.loss(start)
+    for _ in range(runner.args.rounds):
         before = best
         for axis in ranges:
-            for value in axis.ladder():
+            for value in axis.grid_values():
                 candidate = {**best, axis.name: value}
-                loss = bench.loss(candidate)
+                loss = runner.loss(candidate)
                 if loss < best_loss:
                     best, best_loss = candidate, loss
         if best == before:
             return
 
 
-def halving(bench: Bench, ranges: list[Range], start: Fields) -> None:
-    rng = random.Random(bench.given.draw)
+def halving(runner: SweepRunner, ranges: list[Range], start: Fields) -> None:
+    rng = random.Random(runner.args.random_seed)
     pool: list[Fields] = [start]
-    pool += [{**start, **{r.name: r.draw(rng) for r in ranges}} for _ in range(bench.given.trials - 1)]
-    for rung in range(bench.given.rungs):
-        share = bench.given.eta ** (rung + 1 - bench.given.rungs)
-        scored = sorted(((bench.loss(c, share), i, c) for i, c in enumerate(pool)), key=lambda s: s[:2])
-        pool = [c for _, _, c in scored[: max(1, len(scored) // bench.given.eta)]]
+    pool += [{**start, **{r.name: r.sample(rng) for r in ranges}} for _ in range(runner.args.trials - 1)]
+    for rung in range(runner.args.rungs):
+        share = runner.args.eta ** (rung + 1 - runner.args.rungs)
+        scored = sorted(((runner.loss(c, share), i, c) for i, c in enumerate(pool)), key=lambda s: s[:2])
+        pool = [c for _, _, c in scored[: max(1, len(scored) // runner.args.eta)]]
 
 
-def draws(bench: Bench, ranges: list[Range], start: Fields) -> None:
-    rng = random.Random(bench.given.draw)
-    bench.loss(start)
-    for _ in range(bench.given.trials - 1):
-        bench.loss({**start, **{r.name: r.draw(rng) for r in ranges}})
+def random_search(runner: SweepRunner, ranges: list[Range], start: Fields) -> None:
+    rng = random.Random(runner.args.random_seed)
+    runner.loss(start)
+    for _ in range(runner.args.trials - 1):
+        runner.loss({**start, **{r.name: r.sample(rng) for r in ranges}})
 
 
-def grid(bench: Bench, ranges: list[Range], start: Fields) -> None:
-    for values in itertools.product(*(r.ladder() for r in ranges)):
-        bench.loss({**start, **dict(zip((r.name for r in ranges), values, strict=True))})
+def grid(runner: SweepRunner, ranges: list[Range], start: Fields) -> None:
+    for values in itertools.product(*(r.grid_values() for r in ranges)):
+        runner.loss({**start, **dict(zip((r.name for r in ranges), values, strict=True))})
 
 
-METHODS = {"coordinate": coordinate, "halving": halving, "random": draws, "grid": grid}
+METHODS = {"coordinate": coordinate, "halving": halving, "random": random_search, "grid": grid}
 
 
 # -------------------------------------------------------------------- the command
 
 
-def run(given: Sweep, console: Console) -> int:
-    base = get_recipe(given.recipe, get_track(given.track).name)
-    if not given.seeds or min(given.seeds) < 0:
-        raise UserError(f"--seeds is {' '.join(map(str, given.seeds)) or 'empty'}; name at least one, none negative.")
-    fixed = dict(fixed_value(text, base) for text in given.fix)
-    ranges = [Range.parse(text, base) for text in given.vary]
-    check_processes(given.nproc, "auto")
-    check_ranks(with_fields(base, fixed), given.nproc)
-    if given.clock is not None and "schedule.steps" in {*fixed, *(axis.name for axis in ranges)}:
-        raise UserError(f"--clock {given.clock:g} decides the steps; drop schedule.steps, or --clock.")
-    track = own_track(given.data, None) if given.data else get_track(given.track)
+def run_sweep(args: SweepArgs, console: Console) -> None:
+    base = get_recipe(args.recipe, get_track(args.track).name)
+    if not args.seeds or min(args.seeds) < 0:
+        raise UserError(f"--seeds is {' '.join(map(str, args.seeds)) or 'empty'}; name at least one, none negative.")
+    fixed = dict(fixed_value(text, base) for text in args.fix)
+    ranges = [Range.parse(text, base) for text in args.vary]
+    check_processes(args.nproc, args.device)
+    check_ranks(with_fields(base, fixed), args.nproc)
+    if args.clock is not None and "schedule.steps" in {*fixed, *(axis.name for axis in ranges)}:
+        raise UserError(f"--clock {args.clock:g} decides the steps; drop schedule.steps, or --clock.")
+    track = args.find_track()
     track.locate()
-    given = with_arithmetic(given, given.out / PLAN, SweepPlan, with_fields(base, fixed))
-    plan = SweepPlan(given, base, track.files if given.data else {})
-    keep_to(given.out / PLAN, plan, "a sweep", free=("budget", "out", "data"))  # tokens are compared by their hashes
-    bench = Bench(given, base, fixed, console)
+    args = with_arithmetic(args, args.out / PLAN, SweepPlan, with_fields(base, fixed))
+    plan = SweepPlan(args, base, track.files if args.data else {})
+    check_same_plan(
+        args.out / PLAN, plan, "a sweep", free=("budget", "out", "data")
+    )  # tokens are compared by their hashes
+    runner = SweepRunner(args, base, fixed, console)
     try:
-        METHODS[given.method](bench, ranges, fixed)
+        METHODS[args.method](runner, ranges, fixed)
         console.print("search complete")
     except BudgetSpent:
-        console.print(f"the budget of {given.budget:g} minutes is spent; raise --budget to go on")
-    report(bench, console)
-    return 0
+        console.print(f"the budget of {args.budget:g} minutes is spent; raise --budget to continue")
+    report(runner, console)
 
 
 def fixed_value(text: str, recipe: Recipe) -> tuple[str, Any]:
@@ -393,40 +353,17 @@ def fixed_value(text: str, recipe: Recipe) -> tuple[str, Any]:
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """What a folder of trials is about: another one must not go on there."""
+    """What is searched in a folder of trials."""
 
-    asked: Sweep
+    args: SweepArgs
     base: Recipe
     token_files: dict[str, str]
 
 
-def with_arithmetic(given: Any, file: Path, kind: type, recipe: Recipe, jobs: int = 1) -> Any:
-    """`given` with the arithmetic decided: all runs have the same, also those after a restart."""
-    if file.exists():
-        stored: Any = read_json(file, kind, "Restore it, or choose another --out.")
-        return dataclasses.replace(given, dtype=kept_dtype(file.parent, stored.asked.dtype, given.dtype))
-    check_settings("auto", given.dtype, given.nproc)
-    if given.dtype != "auto":
-        return given
-    return dataclasses.replace(given, dtype=arithmetic_for(recipe, "auto", given.threads, given.nproc, jobs))
-
-
-def keep_to(file: Path, plan: Any, what: str, free: tuple[str, ...]) -> None:
-    """Write down what a folder is about, or refuse to go on there with something else; `free` options may change."""
-    if not file.exists():
-        write_json(file, plain(plan))
-        return
-    stored, wanted = fields_of(read_json(file, type(plan), "Restore it, or choose another --out.")), fields_of(plan)
-    names = {name: name.removeprefix("asked.") for name in wanted if wanted[name] != stored[name]}
-    odd = [name for name in names.values() if name not in (*free, "base.about")]
-    if odd:
-        raise UserError(f"{file.parent} holds {what} with another {', '.join(odd)}; choose another --out.")
-
-
-def report(bench: Bench, console: Console) -> None:
+def report(runner: SweepRunner, console: Console) -> None:
     table = Table("mean loss", "seeds", "steps", "tokens", "seconds", box=None)
     table.add_column("fields", overflow="fold")
-    ranked = sorted(grouped(bench.log.rows), key=lambda g: g[0])
+    ranked = sorted(grouped(runner.log.rows), key=lambda g: g[0])
     for loss, rows in ranked[:15]:
         first = rows[0]
         seconds = statistics.mean(r.get("train_time", math.nan) for r in rows)
@@ -436,16 +373,16 @@ def report(bench: Bench, console: Console) -> None:
             str(first["steps"]),
             f"{first.get('tokens', 0):,}",
             f"{seconds:.1f}",
-            bench.show(first["fields"]),
+            runner.show(first["fields"]),
         )
     if ranked:
         console.print(table)
     if ranked and ranked[0][0] < math.inf:
         best = ranked[0][1][0]
-        words = bench.train_command({**best["fields"], "schedule.steps": best["steps"]})
-        console.print(f"the best of them:\n  {shlex.join(['speedrun', *words])}")
-    console.print(f"effort so far, all sweeps in {bench.given.out.parent}:")
-    for name, (trials, minutes) in effort(bench.given.out.parent).items():
+        trial = Trial(runner.recipe_file(best["key"]), best["seed"], Path(), runner.args.settings, runner.args.data)
+        console.print(f"the best of them:\n  {shlex.join(['speedrun', 'train', *trial.flags])}")
+    console.print(f"effort so far, all sweeps in {runner.args.out.parent}:")
+    for name, (trials, minutes) in effort(runner.args.out.parent).items():
         console.print(f"  {name}: {trials} trials, {minutes:.1f} minutes")
 
 
@@ -464,10 +401,10 @@ def effort(folder: Path) -> dict[str, tuple[int, float]]:
     spent: dict[str, tuple[int, float]] = {}
     for plan in sorted(folder.glob(f"*/{PLAN}")):
         try:
-            stored, rows = read_json(plan, SweepPlan, ""), read_rows(plan.with_name(ROWS), Trial)
+            stored, rows = read_json(plan, SweepPlan, ""), read_rows(plan.with_name(ROWS), Candidate)
         except UserError:
-            continue  # somebody else's sweep, and no reason to lose this one's report
-        name = f"{stored.asked.recipe} on {'own data' if stored.token_files else stored.asked.track}"
+            continue  # another sweep that cannot be read is no reason to lose this one's report
+        name = f"{stored.args.recipe} on {'own data' if stored.token_files else stored.args.track}"
         trials, minutes = spent.get(name, (0, 0.0))
         spent[name] = (
             trials + sum(r["kind"] == "trial" for r in rows),

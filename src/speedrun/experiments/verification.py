@@ -1,8 +1,8 @@
 """Do the files of a race agree with each other?
 
-A run says the same thing in several places: the plan, run.json, metrics.jsonl, log.txt, telemetry and result.json. A
+A run stores the same facts in several places: the plan, run.json, metrics.jsonl, log.txt, telemetry and result.json. A
 number that was changed in one of them disagrees with the others, and one that was changed everywhere disagrees with
-what follows from the recipe, the seed, the track or the wall clock. Each disagreement is one sentence.
+what follows from the recipe, the seed, the track or the wall clock. Each disagreement becomes one sentence.
 """
 
 import itertools
@@ -18,16 +18,17 @@ from speedrun.errors import UserError
 from speedrun.experiments import plan as plans
 from speedrun.experiments.plan import PLAN, Entry, Plan
 from speedrun.experiments.statistics import ALPHA
-from speedrun.experiments.verdict import TEXT, VERDICT, Row, decided, judge, read_row, render
+from speedrun.experiments.verdict import TEXT, VERDICT, RunSummary, Verdict, decided, judge, read_summary, render
 from speedrun.files import read_json, sha256_file, write_json
 from speedrun.tracks import TRACKS
-from speedrun.training.config import Recipe, differences
-from speedrun.training.run import check_rules
-from speedrun.training.runlog import (
+from speedrun.training import (
     LOG,
     SOURCE,
+    Recipe,
     Result,
     RunInfo,
+    check_rules,
+    differences,
     read_metrics,
     read_result,
     read_run,
@@ -115,6 +116,9 @@ def _belongs(run: Run, plan: Plan, plan_sha256: str, source: Path, recipe: Recip
     asked = _option(about.command, "--seed")
     if asked != str(run.entry.seed):
         yield f"its command says --seed {asked}, planned was {run.entry.seed}"
+    file = _option(about.command, "--recipe") or ""
+    if Path(file).name != plans.recipe_file(run.entry.side):
+        yield f"its command says --recipe {file}, planned was {plans.recipe_file(run.entry.side)}"
     wanted = {"splits": plan.splits, "val_tokens": plan.val_tokens, "checkpoint_every": 0}
     wanted |= {"save": False, "compile": plan.settings.compile}
     for name, value in wanted.items():
@@ -248,11 +252,11 @@ def _clocks(run: Run) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a folder of a race says, and what is wrong with it."""
+    """The content of a race folder, and what is wrong with it."""
 
     plan: Plan
-    rows: list[Row]
-    verdict: dict[str, Any] | None
+    runs: list[RunSummary]
+    verdict: Verdict | None
     problems: list[str]
     notes: list[str]
 
@@ -261,7 +265,7 @@ def examine(folder: Path) -> Finding:
     """Recompute everything in the folder of a race from its run folders."""
     plan = Plan.read(folder)
     plan_sha256 = sha256_file(folder / PLAN)
-    problems, notes = [*_rules(folder, plan), *_manifest(folder)], _unknowable(plan)
+    problems, notes = [*_manifest(folder), *_rules(folder, plan)], _unknowable(plan)
     stored = read_json(folder / VERDICT, dict, UNFINISHED)
     there = (
         {p.name for p in (folder / RUNS).iterdir() if not p.name.startswith(".")} if (folder / RUNS).is_dir() else set()
@@ -284,23 +288,26 @@ def examine(folder: Path) -> Finding:
         source = own if own.is_dir() else folder / ARCHIVE
         problems += examine_run(runs[-1], plan, plan_sha256, source)
     problems += [*_in_order(plan, runs), *_alike(runs), *_seeds(plan, runs), *_attempts(folder, runs)]
-    rows: list[Row] = []
+    summaries: list[RunSummary] = []
     verdict = None
     if look is not None and len(runs) == len(entries):
-        rows = [read_row(run.path, run.entry) for run in runs]
-        verdict = judge(plan, rows, look, plan_sha256)
+        summaries = [read_summary(run.path, run.entry) for run in runs]
+        verdict = judge(plan, summaries, look, plan_sha256)
         problems += _verdicts(folder, plan, verdict, stored)
     attempts = len(list((folder / INTERRUPTED).iterdir())) if (folder / INTERRUPTED).is_dir() else 0
     if attempts:
         notes.append(f"why {attempts} interrupted runs were stopped; each started again from step 0 with its seed")
-    if not plan.drawn:
-        notes.append("why these seeds: they were named by a person, not drawn from the plan")
-    return Finding(plan, rows, verdict, problems, notes)
+    if not plan.random_seeds:
+        notes.append("why these seeds: the first one was chosen, not derived from the plan")
+    return Finding(plan, summaries, verdict, problems, notes)
 
 
 def _rules(folder: Path, plan: Plan) -> Iterator[str]:
-    """The plan against itself, and against the track as this version of the program knows it."""
-    if plan.drawn and plan.seeds != plans.drawn_seeds(plans.stored(folder), len(plan.seeds)):
+    """The plan against itself and its recipe files, and against the track as this version of the program knows it."""
+    for side, recipe in plan.recipes.items():
+        if differences(read_json(folder / plans.recipe_file(side), Recipe, plans.RESTORE), recipe):
+            yield f"{plans.recipe_file(side)} is not the recipe of the plan"
+    if plan.random_seeds and plan.seeds != plans.random_seeds(plans.stored(folder), len(plan.seeds)):
         yield "the seeds do not follow from the plan, as it says: something in it was edited"
     if plan.track not in TRACKS:
         return
@@ -387,19 +394,20 @@ def _known(value: Any, stored: Any) -> Any:
     return value
 
 
-def _verdicts(folder: Path, plan: Plan, verdict: dict[str, Any], stored: dict[str, Any]) -> Iterator[str]:
-    look, plan_sha256 = verdict["look"]["after"], verdict["plan_sha256"]
+def _verdicts(folder: Path, plan: Plan, verdict: Verdict, stored: dict[str, Any]) -> Iterator[str]:
+    look = verdict.look.after
     other_version = plan.source_sha256 != source_sha256()
-    again = {**_known(verdict, stored), "why": stored.get("why")} if other_version else verdict
+    again = verdict.to_json()
+    again = {**_known(again, stored), "why": stored.get("why")} if other_version else again
     odd = sorted(name for name in {*again, *stored} if not plans.agree(again.get(name, ...), stored.get(name, ...)))
     odd += [name for name in ("verdict", "sides", "runs", "look", "time", "plan_sha256") if name not in stored]
     if odd:
         yield f"{VERDICT} does not follow from the runs: {', '.join(odd)}"
-    if not odd and not other_version and text_of(folder / TEXT) != render(stored):
+    if not odd and not other_version and text_of(folder / TEXT) != render(verdict):
         yield f"{TEXT} does not say what {VERDICT} says"
     for earlier in plan.looks[: plan.looks.index(look)]:
         names = {entry.name for entry in plan.until(earlier)}
-        if decided(judge(plan, [r for r in verdict["runs"] if r["name"] in names], earlier, plan_sha256)):
+        if decided(judge(plan, [r for r in verdict.runs if r.name in names], earlier, verdict.plan_sha256)):
             yield f"the race was decided at the look after {plan.unit} {earlier}, but went on"
     if look != plan.looks[-1] and not decided(verdict):
         yield f"the race ended at the look after {plan.unit} {look}, which decided nothing"

@@ -6,12 +6,10 @@ short size it is the record before Muon, whose form `gpt2` describes.
 
 from dataclasses import replace
 
-from speedrun.data.loader import LoaderConfig
-from speedrun.model.gpt import GPTConfig
+from speedrun.data import LoaderConfig
+from speedrun.model import GPTConfig
 from speedrun.recipes import gpt2
-from speedrun.training.config import Recipe, ValidationConfig
-from speedrun.training.optimizers import OptimConfig, Part
-from speedrun.training.schedule import ScheduleConfig
+from speedrun.training import OptimConfig, Part, Recipe, ScheduleConfig, ValidationConfig
 
 ABOUT = "the tuned AdamW baseline before Muon"
 

@@ -6,11 +6,9 @@ initialisation. At short size: 123.53 M parameters, 9,536 steps of 512 rows of 1
 
 from dataclasses import replace
 
-from speedrun.data.loader import LoaderConfig
-from speedrun.model.gpt import GPTConfig
-from speedrun.training.config import Recipe, ValidationConfig
-from speedrun.training.optimizers import OptimConfig, Part
-from speedrun.training.schedule import ScheduleConfig
+from speedrun.data import LoaderConfig
+from speedrun.model import GPTConfig
+from speedrun.training import OptimConfig, Part, Recipe, ScheduleConfig, ValidationConfig
 
 FORM = GPTConfig(
     activation="gelu",

@@ -8,12 +8,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from speedrun.data.loader import LoaderConfig
-from speedrun.model.gpt import GPTConfig
+from speedrun.data import LoaderConfig
+from speedrun.model import GPTConfig
 from speedrun.recipes.normuon import BLOCK, FLOAT32_EPS
-from speedrun.training.config import Recipe, ValidationConfig
-from speedrun.training.optimizers import MuonPart, OptimConfig, Part
-from speedrun.training.schedule import ScheduleConfig
+from speedrun.training import MuonPart, OptimConfig, Part, Recipe, ScheduleConfig, ValidationConfig
 
 ABOUT = "exact bf16 weights, betas and decay per module, multi-token prediction, ramps, the head split on the way"
 

@@ -9,13 +9,11 @@ tuned by coordinate descent (compiler.coordinate_descent).
 from dataclasses import replace
 from typing import Any
 
-from speedrun.data.loader import LoaderConfig
-from speedrun.model.gpt import GPTConfig
+from speedrun.data import LoaderConfig
+from speedrun.model import GPTConfig
 from speedrun.recipes import interleaved
 from speedrun.recipes.normuon import BLOCK
-from speedrun.training.config import Recipe, ValidationConfig
-from speedrun.training.optimizers import OptimConfig, Part
-from speedrun.training.schedule import ScheduleConfig
+from speedrun.training import OptimConfig, Part, Recipe, ScheduleConfig, ValidationConfig
 
 ABOUT = "the short record's techniques at medium size, with a second embedding"
 FORM: dict[str, Any] = interleaved.FORM | {"gate_inputs": 16, "second_embedding": True, "residual_lambdas": 1.05}

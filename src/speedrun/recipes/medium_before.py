@@ -8,13 +8,19 @@ coordinate descent, which the medium track allows (compiler.coordinate_descent).
 import math
 from dataclasses import replace
 
-from speedrun.data.loader import LoaderConfig
-from speedrun.model.gpt import GPTConfig
+from speedrun.data import LoaderConfig
+from speedrun.model import GPTConfig
 from speedrun.recipes.normuon import BLOCK, FLOAT32_EPS
-from speedrun.training.config import Recipe, ValidationConfig
-from speedrun.training.device import CompilerConfig
-from speedrun.training.optimizers import MuonPart, OptimConfig, Part, SnooPart
-from speedrun.training.schedule import ScheduleConfig
+from speedrun.training import (
+    CompilerConfig,
+    MuonPart,
+    OptimConfig,
+    Part,
+    Recipe,
+    ScheduleConfig,
+    SnooPart,
+    ValidationConfig,
+)
 
 ABOUT = "the medium track's earlier stack: Snoo, update averaging, cubic windows, ISRU cap"
 FORM = GPTConfig(

@@ -7,9 +7,7 @@ matrices on which the iteration fails, a choice of methods) is in `speedrun.opti
 from dataclasses import replace
 
 from speedrun.recipes import adamw, gpt2
-from speedrun.training.config import Recipe
-from speedrun.training.optimizers import MuonPart, OptimConfig, Part
-from speedrun.training.schedule import ScheduleConfig
+from speedrun.training import MuonPart, OptimConfig, Part, Recipe, ScheduleConfig
 
 ABOUT = "Muon: query, key and value orthogonalised apart, updates of unit variance"
 MUON = MuonPart(momentum_form="classical", method="newton-schulz", scale="unit-variance", split_qkv=True)

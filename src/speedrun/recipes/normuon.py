@@ -9,11 +9,9 @@ gradients are averaged over eight of them (optim.reference_ranks, at short size)
 import math
 from dataclasses import replace
 
-from speedrun.data.loader import LoaderConfig
-from speedrun.model.gpt import GPTConfig
-from speedrun.training.config import Recipe, ValidationConfig
-from speedrun.training.optimizers import MuonPart, OptimConfig, Part
-from speedrun.training.schedule import ScheduleConfig
+from speedrun.data import LoaderConfig
+from speedrun.model import GPTConfig
+from speedrun.training import MuonPart, OptimConfig, Part, Recipe, ScheduleConfig, ValidationConfig
 
 ABOUT = "NorMuon with Polar Express, on a model with value embeddings, gates, skips and windows"
 FLOAT32_EPS = 2.0**-23

@@ -8,9 +8,7 @@ query-key-value matrix is orthogonalised as one, and the update is not scaled. R
 from dataclasses import replace
 
 from speedrun.recipes import adamw, gpt2
-from speedrun.training.config import Recipe
-from speedrun.training.optimizers import MuonPart, OptimConfig, Part
-from speedrun.training.schedule import ScheduleConfig
+from speedrun.training import MuonPart, OptimConfig, Part, Recipe, ScheduleConfig
 
 ABOUT = "AdamW's successor: orthogonalised Nesterov momentum for the matrices"
 MUON = MuonPart(momentum_form="classical", method="newton-schulz", scale="none", split_qkv=False)

@@ -4,7 +4,7 @@ Each is one run on eight H100s, from the log that its author put into KellerJord
 """
 
 from speedrun.errors import UserError, nearest
-from speedrun.training.config import PublishedCurve
+from speedrun.training import PublishedCurve
 
 CURVES = {
     curve.record: curve

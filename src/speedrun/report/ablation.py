@@ -5,8 +5,7 @@ speedrun ablate --recipe normuon --plot ablation.svg
 
 import math
 
-from speedrun.experiments.ablate import SHORTER, Line
-from speedrun.experiments.statistics import Effect
+from speedrun.experiments import SHORTER, Effect, Line
 from speedrun.report import draw
 from speedrun.report.draw import COLORS, FAINT, INK, Frame, dot, picture, text
 
@@ -56,5 +55,5 @@ def ablation_svg(title: str, lines: list[Line]) -> str:
         parts.append(text(LOSS, y + 4, f"{line.loss.mean:+.4f}", anchor="end"))
         if line.to_target is not None:
             parts.append(text(TIME, y + 4, f"{100 * math.expm1(line.to_target.mean):+.1f} %", anchor="end"))
-    told = ", ".join(f"{line.name} {line.loss.mean:+.4f}" for line in shown if line.loss)
-    return picture(WIDTH, height, parts, f"{title}. Loss when a switch is turned off: {told}.")
+    summary = ", ".join(f"{line.name} {line.loss.mean:+.4f}" for line in shown if line.loss)
+    return picture(WIDTH, height, parts, f"{title}. Loss when a switch is turned off: {summary}.")

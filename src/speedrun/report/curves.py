@@ -8,8 +8,7 @@ from pathlib import Path
 from speedrun.errors import UserError
 from speedrun.files import DELETE
 from speedrun.report.draw import Series
-from speedrun.training.runlog import RESULT, RunInfo, read_metrics, read_result, read_run
-from speedrun.training.schedule import ScheduleConfig
+from speedrun.training import RESULT, RunInfo, ScheduleConfig, read_metrics, read_result, read_run
 
 POINTS = 80  # of a curve in a picture: more would show the noise of single batches
 
@@ -108,7 +107,7 @@ def series_of(curve: Curve, column: int, color: str, dash: str = "") -> Series:
 
 
 def smooth(points: list[tuple[int, int, float, float]]) -> list[tuple[int, int, float, float]]:
-    """Means of neighbours, so many that POINTS remain."""
+    """Means of neighbours, at most POINTS of them."""
     width = max(1, math.ceil(len(points) / POINTS))
     groups = [points[i : i + width] for i in range(0, len(points), width)]
     return [(*group[-1][:3], sum(p[3] for p in group) / len(group)) for group in groups]

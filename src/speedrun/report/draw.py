@@ -1,4 +1,4 @@
-"""What every picture is drawn with: SVG by hand, so that no picture needs a plotting library.
+"""Functions that draw pictures as SVG, so that none needs a plotting library.
 
 A picture stands alone as a file, with white paper. Inside a page, `on_page` lets it take the page's colours, so that
 it is dark where the page is dark.
@@ -54,7 +54,7 @@ def dot(x: float, y: float, color: str, *, about: str = "", hollow: bool = False
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Round numbers from low to high, at most so many: 1, 2 or 5 times a power of ten apart."""
+    """At most `most` round numbers from low to high: 1, 2 or 5 times a power of ten apart."""
     if not high > low:
         return [low]
     step = 10.0 ** math.floor(math.log10((high - low) / most))

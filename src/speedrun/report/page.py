@@ -24,12 +24,12 @@ GOOD, BAD, OPEN = "good", "bad", "open"
 
 
 @dataclass(frozen=True)
-class Lead:
-    """What a reader must know first."""
+class Headline:
+    """The first line of a page."""
 
     word: str
     sentence: str
-    mood: str = OPEN
+    status: str = OPEN
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ bullets, heading, paragraph = (partial(make, name) for name in ("bullets", "head
 details = partial(make, "details")  # something long, folded: its summary, and what is inside
 
 
-def finish(title: str, lead: Lead, sections: Iterable[Section | None]) -> str:
+def finish(title: str, headline: Headline, sections: Iterable[Section | None]) -> str:
     """The whole page."""
     shown = [section for section in sections if section]
-    return render("page.html", title=title, lead=lead, sections=shown, version=speedrun.__version__)
+    return render("page.html", title=title, headline=headline, sections=shown, version=speedrun.__version__)

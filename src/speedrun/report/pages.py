@@ -11,20 +11,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from speedrun.errors import UserError
-from speedrun.experiments import ablate, records
-from speedrun.experiments.plan import PLAN
-from speedrun.experiments.sweep import ROWS, read_rows
-from speedrun.experiments.verification import MANIFEST
+from speedrun.experiments import MANIFEST, PLAN, ROWS, ablate, read_rows, records
 from speedrun.files import read_json, write_atomic
 from speedrun.report import page
 from speedrun.report.ablation import ablation_svg
 from speedrun.report.curves import Curve, read_curves, table
 from speedrun.report.draw import COLORS, DASHES
-from speedrun.report.page import BAD, GOOD, OPEN, Lead, Rows, Section, finish
+from speedrun.report.page import BAD, GOOD, OPEN, Headline, Rows, Section, finish
 from speedrun.report.race_page import race_page
 from speedrun.report.records import records_svg
 from speedrun.report.sections import Shown, facts, losses, machine, schedules, settings, timeline
-from speedrun.training.runlog import RESULT, RUN, Result, RunInfo, plain, read_metrics, read_result, read_run
+from speedrun.training import RESULT, RUN, Result, RunInfo, read_metrics, read_result, read_run, to_jsonable
 
 MEASURED = ("warmup_seconds", "wall_seconds", "cpu_seconds")
 
@@ -80,7 +77,7 @@ def run_page(folder: Path) -> str:
         words += f" Dashed, with rings: the record's validation losses ({about.options.curve})."
     return finish(
         f"Run {name}",
-        run_lead(about, result, curve),
+        run_headline(about, result, curve),
         [
             losses(shown, names, words, record),
             timeline(folder),
@@ -100,10 +97,10 @@ def runs_page(folders: tuple[Path, ...]) -> str:
     recipes = [read_run(folder).recipe for folder in folders]
     rows = table(curves)
     measured = [(curve.val[-1][3], curve.name) for curve in curves if curve.val]
-    lead = "The lowest last validation loss: {:.4f} of {}.".format(*min(measured)) if measured else "No losses yet."
+    words = "The lowest last validation loss: {:.4f} of {}.".format(*min(measured)) if measured else "No losses yet."
     return finish(
         f"{len(curves)} runs on the {curves[0].track} track",
-        Lead(f"{len(curves)} runs", lead),
+        Headline(f"{len(curves)} runs", words),
         [
             Section("runs", "Runs", [page.table(rows, "in the order they were named")], rows),
             losses(shown, names, "Lines are training losses, smoothed; points are validation losses."),
@@ -114,20 +111,20 @@ def runs_page(folders: tuple[Path, ...]) -> str:
     )
 
 
-def run_lead(about: RunInfo, result: Result | None, curve: Curve) -> Lead:
+def run_headline(about: RunInfo, result: Result | None, curve: Curve) -> Headline:
     target = about.target
     if result is None:
         done = (curve.train or curve.val)[-1][0]
-        return Lead("unfinished", f"The run has done {done:,} steps and has not ended.", OPEN)
+        return Headline("unfinished", f"The run has done {done:,} steps and has not ended.", OPEN)
     if result.val_loss is None:  # it failed, or was stopped
-        return Lead(result.status, f"{result.reason}.", BAD if result.status == "failed" else OPEN)
+        return Headline(result.status, f"{result.reason}.", BAD if result.status == "failed" else OPEN)
     loss = f"Validation loss {result.val_loss:.4f} after {result.train_time:.1f} s on the clock, "
     loss += f"{result.steps:,} steps and {result.tokens:,} tokens"
     if target is None:
-        return Lead("done", f"{loss}.", GOOD)
+        return Headline("done", f"{loss}.", GOOD)
     reached = result.val_loss <= target
     word, how = ("reached", "at or below") if reached else ("missed", "above")
-    return Lead(f"target {word}", f"{loss}: {how} the target {target:g}.", GOOD if reached else BAD)
+    return Headline(f"target {word}", f"{loss}: {how} the target {target:g}.", GOOD if reached else BAD)
 
 
 def about_run(about: RunInfo, result: Result | None) -> Section:
@@ -161,13 +158,13 @@ def ablation_page(folder: Path) -> str:
     about = read_json(folder / ablate.PLAN, ablate.AblationPlan, "Restore it from a copy, or run the ablation again.")
     rows = read_rows(folder / ROWS, ablate.VariantRun)
     lines = ablate.lines_of(rows, about.variants)
-    title = f"{about.asked.recipe} without each of its switches"
+    title = f"{about.args.recipe} without each of its switches"
     sure = [line.name for line in lines if line.p is not None and line.p < 0.05]
     words = f"{len(rows)} runs of {len(about.variants)} variants, {about.base.schedule.steps} scheduled "
     words += (
-        f"steps each, on the {about.asked.track} track. Beyond doubt (p < 0.05, Holm): {', '.join(sure) or 'nothing'}."
+        f"steps each, on the {about.args.track} track. Beyond doubt (p < 0.05, Holm): {', '.join(sure) or 'nothing'}."
     )
-    effects = ablate.table(lines)
+    effects = ablate.ablation_table(lines)
     drawn = [page.table(effects, "sorted by effect; negative results too")]
     if any(line.loss for line in lines):
         drawn.insert(0, page.wide(ablation_svg(title, lines), "effect of every switch, with 95 % intervals"))
@@ -179,14 +176,14 @@ def ablation_page(folder: Path) -> str:
         return format(value, digits.get(name, "")) if value is not None else "-"
 
     shown: Rows = [columns, *(tuple(map(cell, columns, row)) for row in runs[1:])]
-    asked = [(k, json.dumps(v)) for k, v in plain(about.asked).items()]
+    arguments = [(k, json.dumps(v)) for k, v in to_jsonable(about.args).items()]
     return finish(
         f"Ablation: {title}",
-        Lead("ablation", words),
+        Headline("ablation", words),
         [
             Section("effects", "Effects", drawn, effects),
             Section("runs", "Every run", [page.table(shown, "in the order they were made")], runs),
-            Section("about", "What was asked", [facts(asked, "the ablation")]),
+            Section("about", "What was asked", [facts(arguments, "the ablation")]),
         ],
     )
 
@@ -202,4 +199,4 @@ def records_page(folder: Path) -> str:
         )
     best = "; ".join(f"{track}: {b[0].name} with {b[0].official:.1f} s" for track, b in boards.items())
     count = sum(map(len, boards.values()))
-    return finish("Records", Lead(f"{count} record{'s' if count != 1 else ''}", f"{best}.", GOOD), sections)
+    return finish("Records", Headline(f"{count} record{'s' if count != 1 else ''}", f"{best}.", GOOD), sections)

@@ -3,7 +3,7 @@
 speedrun records --plot records.svg
 """
 
-from speedrun.experiments.records import Record
+from speedrun.experiments import Record
 from speedrun.report.draw import COLORS, INK, Frame, Series, dot, picture, text
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 340, 70, 150, 50, 46
@@ -25,5 +25,5 @@ def records_svg(track: str, records: list[Record]) -> str:
     for record, point in zip(records, points, strict=True):
         x, y = frame.at(*point)
         parts += [dot(x, y, INK, radius=4), text(x + 8, y - 6, f"{record.name}: {record.official:.1f}")]
-    told = ", ".join(f"{record.name} {record.official:.1f} on {record.date}" for record in records)
-    return picture(WIDTH, HEIGHT, parts, f"{title}: {told}.")
+    summary = ", ".join(f"{record.name} {record.official:.1f} on {record.date}" for record in records)
+    return picture(WIDTH, HEIGHT, parts, f"{title}: {summary}.")

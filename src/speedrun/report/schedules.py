@@ -8,8 +8,7 @@ One panel per quantity that changes, all over the same steps.
 from collections.abc import Callable, Sequence
 
 from speedrun.report.draw import COLORS, Frame, Series, picture, text
-from speedrun.training.config import Recipe
-from speedrun.training.schedule import Stage
+from speedrun.training import Recipe, Stage
 
 WIDTH, PANEL, LEFT, RIGHT, TOP, GAP = 760, 96, 86, 20, 44, 38
 
@@ -82,7 +81,7 @@ def panel(title: str, lines: Lines, top: int, total: int, scheduled: int) -> lis
 
 
 def pieces(line: Sequence[float | None]) -> list[list[tuple[float, float]]]:
-    """What is drawn without lifting the pen; a value that stays is one segment, whatever the number of steps."""
+    """Connected segments; a constant value is one segment, whatever the number of steps."""
     found: list[list[tuple[float, float]]] = [[]]
     for step, value in enumerate(line):
         if value is None:

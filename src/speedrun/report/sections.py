@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from speedrun.experiments.statistics import effect
+from speedrun.experiments import effect
 from speedrun.report import draw, page, traces
 from speedrun.report.curves import AXES, SECONDS, Curve, loss_range, series_of
 from speedrun.report.draw import INK, Frame, Series, chart, dot, line, picture, text
 from speedrun.report.page import Rows, Section
 from speedrun.report.schedules import schedule_svg
-from speedrun.training import trace
-from speedrun.training.config import Recipe, differences, fields_of
-from speedrun.training.schedule import ScheduleConfig
+from speedrun.training import Recipe, ScheduleConfig, differences, fields_of, trace
 
 Name = tuple[str, str, str]
 """What a curve is called, its colour and its dashes."""
@@ -25,6 +23,8 @@ TELEMETRY = {
     "temperature": ("cpu_temperature_c", "CPU temperature, degrees C"),
     "memory": ("process_mib", "memory of the process, MiB"),
 }
+
+SHOWN_ELSEWHERE = ("kind", "step", "loss", "lr", "time")
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def pace(curve: Curve, points: int = 120) -> list[tuple[float, float]]:
 
 
 def machine(shown: Sequence[Shown], metrics: Sequence[list[dict[str, Any]]], names: Sequence[Name]) -> Section:
-    """What the steps took, and what the machine said of itself meanwhile."""
+    """Seconds of the steps, whatever else the steps logged, and the state of the machine meanwhile."""
     paces = [pace(s.curve) for s in shown]
     highest = max((y for points in paces for _, y in points), default=1.0)
     series = [Series(s.curve.name, s.color, p, dash=s.dash, opacity=0.7) for s, p in zip(shown, paces, strict=True)]
@@ -105,22 +105,40 @@ def machine(shown: Sequence[Shown], metrics: Sequence[list[dict[str, Any]]], nam
             "milliseconds per step",
         )
     ]
+    for field in logged(metrics):
+        pictures += chart_of(shown, metrics, "train", field, field.replace("_", " "))
     data: list[tuple[Any, ...]] = [("run", "step", *TELEMETRY)]
     readings = [[m for m in found if m["kind"] == "telemetry"] for found in metrics]
     for s, found in zip(shown, readings, strict=True):
         data += [(s.curve.name, m["step"], *(value_of(m, field) for field, _ in TELEMETRY.values())) for m in found]
-    for k, (field, words) in enumerate(TELEMETRY.values()):
-        values = [row[2 + k] for row in data[1:] if row[2 + k] != ""]
-        if len(values) < 2:  # one reading is no picture
-            continue
-        series = [
-            Series(s.curve.name, s.color, marks, marks, s.dash, bool(s.dash), 0.5)
-            for s, found in zip(shown, readings, strict=True)
-            if (marks := [(m["step"], float(value_of(m, field))) for m in found if value_of(m, field) != ""])
-        ]
-        about = f"{words}: {min(values):.6g} to {max(values):.6g}."
-        pictures.append((chart(about, series, x_name="steps", y_name="", y=(0, 1.1 * max(values) or 1.0)), words))
+    for field, words in TELEMETRY.values():
+        pictures += chart_of(shown, metrics, "telemetry", field, words)
     return Section("machine", "Steps and machine", [page.key(names), page.grid(pictures)], data)
+
+
+def logged(metrics: Sequence[list[dict[str, Any]]]) -> list[str]:
+    """Numbers in train lines that no other picture shows, such as a gradient norm."""
+    lines = (m for found in metrics for m in found if m["kind"] == "train")
+    return list(dict.fromkeys(k for m in lines for k in m if k not in SHOWN_ELSEWHERE and value_of(m, k) != ""))
+
+
+def chart_of(
+    shown: Sequence[Shown], metrics: Sequence[list[dict[str, Any]]], kind: str, field: str, words: str
+) -> list[tuple[str, str]]:
+    """A picture of a measured field over the steps; none of a single value."""
+    series = []
+    for s, found in zip(shown, metrics, strict=True):
+        marks = [
+            (m["step"], float(value_of(m, field))) for m in found if m["kind"] == kind and value_of(m, field) != ""
+        ]
+        if marks:
+            points = () if kind == "train" else marks
+            series.append(Series(s.curve.name, s.color, marks, points, s.dash, bool(s.dash), 0.5))
+    values = [y for one in series for _, y in one.points]
+    if len(values) < 2:
+        return []
+    about = f"{words}: {min(values):.6g} to {max(values):.6g}."
+    return [(chart(about, series, x_name="steps", y_name="", y=(0, 1.1 * max(values) or 1.0)), words)]
 
 
 def value_of(reading: dict[str, Any], field: str) -> Any:

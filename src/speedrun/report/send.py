@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from speedrun.errors import UserError, nearest
-from speedrun.files import explained
+from speedrun.files import file_errors
 from speedrun.report.curves import tokens_by_step
 from speedrun.templates import markdown
-from speedrun.training.config import fields_of
-from speedrun.training.runlog import RESULT, RunInfo, plain, read_metrics, read_result, read_run
+from speedrun.training import RESULT, RunInfo, fields_of, read_metrics, read_result, read_run, to_jsonable
 
 Say = Callable[[str], Any]
 Values = dict[str, float]
+BOOKKEEPING = ("step", "time")
 PAUSE = 2.0  # seconds between two reads of a run that is followed
 
 
@@ -50,7 +50,7 @@ class Tensorboard:
         folder = out / project / name
         if folder.exists():
             raise UserError(f"{folder} exists already, and sending twice would double its curves; delete it first.")
-        with explained(folder):
+        with file_errors(folder):
             folder.mkdir(parents=True)
         self.writer = load("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder))
         self.began = about.started.timestamp()
@@ -73,7 +73,7 @@ class Wandb:
         self.module = load(package, package)
         where = {}
         if package == "wandb":
-            with explained(out):
+            with file_errors(out):
                 out.mkdir(parents=True, exist_ok=True)
             where = {"dir": str(out)}
         self.run = self.module.init(project=project, name=name, config=config_of(about), **where)
@@ -112,12 +112,10 @@ def measured(folder: Path) -> Iterator[tuple[int, Values, float]]:
         if m["kind"] in ("train", "val"):  # telemetry belongs to the steps done so far: trackers want steps in order
             done = m["step"] + (m["kind"] == "train")
         seconds = m.get("time", seconds)
-        if m["kind"] == "train":
-            values = {"train/loss": m["loss"], "train/lr": m["lr"]}
-        elif m["kind"] == "val":
+        if m["kind"] == "val":
             values = {f"{split}/loss": loss for split, loss in m["losses"].items()}
         else:
-            values = {f"{m['kind']}/{k}": v for k, v in m.items() if k != "step" and type(v) in (int, float)}
+            values = {f"{m['kind']}/{k}": v for k, v in m.items() if k not in BOOKKEEPING and type(v) in (int, float)}
         yield done, {**values, "tokens": float(tokens[done])}, seconds
 
 
@@ -150,6 +148,6 @@ def send(folder: Path, tracker: Tracker, follow: bool) -> int:
         if ended or not follow:
             break
         time.sleep(PAUSE)
-    result = plain(read_result(folder)) if ended else {"status": "unfinished"}
+    result = to_jsonable(read_result(folder)) if ended else {"status": "unfinished"}
     tracker.finish({k: v for k, v in result.items() if isinstance(v, str | int | float)})
     return sent

@@ -1,4 +1,4 @@
-"""What is more text than program: jinja2 templates, in the files beside this one. HTML escapes what it is given."""
+"""Texts of pages and records as jinja2 templates, in the files beside this one. HTML values are escaped."""
 
 import functools
 import html
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @functools.cache
 def _environment() -> "jinja2.Environment":
-    import jinja2  # only for who writes a page or a record
+    import jinja2  # imported for pages and records alone
 
     return jinja2.Environment(
         loader=jinja2.PackageLoader("speedrun"),

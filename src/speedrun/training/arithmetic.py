@@ -25,7 +25,7 @@ import torch
 from speedrun.checks import AboveZero, Positive
 from speedrun.errors import OtherVersion, UserError
 from speedrun.files import home, read_json, write_json
-from speedrun.model.config import GPTConfig
+from speedrun.model import GPTConfig
 from speedrun.training import telemetry
 from speedrun.training.arithmetic_trial import FASTER, TRIALS
 

@@ -27,7 +27,7 @@ from speedrun.checks import Count
 from speedrun.errors import OtherVersion, UserError
 from speedrun.files import (
     decode_file,
-    explained,
+    file_errors,
     from_json,
     new_folder,
     read_bytes,
@@ -36,7 +36,7 @@ from speedrun.files import (
     sweep,
     write_json,
 )
-from speedrun.optim.state import States
+from speedrun.optim import States
 
 TENSORS = "tensors.safetensors"
 STATE = "state.json"
@@ -47,12 +47,20 @@ _FOLDER = re.compile(r"step-(\d{6,})")
 Notice = Callable[[str], None]
 
 
+WEIGHTS = "model."  # before the names of the model's tensors
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     step: int  # steps done: 0 .. step-1
     tensors: dict[str, Tensor]  # on the CPU, each with memory of its own
     state: dict[str, Any]  # as JSON gives it back: tuples have become lists
     path: Path
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """Of the model, by parameter, in float32 where the run keeps exact weights."""
+        return {n.removeprefix(WEIGHTS): t for n, t in self.tensors.items() if n.startswith(WEIGHTS)}
 
 
 class DamagedCheckpoint(UserError):
@@ -85,7 +93,7 @@ def save(
     and `drop_later` is for them.
     """
     path = folder / f"step-{step:06d}"
-    with explained(folder):
+    with file_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     sweep(folder, ".*.tmp-*")
     with new_folder(path) as temporary:

@@ -13,9 +13,9 @@ from docstring_parser import parse_from_object
 from msgspec import Meta
 
 from speedrun.checks import AboveZero, Count, Positive, check_fields
-from speedrun.data.loader import LoaderConfig
+from speedrun.data import LoaderConfig
 from speedrun.errors import UserError, nearest
-from speedrun.model.gpt import GPTConfig
+from speedrun.model import GPTConfig
 from speedrun.training.device import CompilerConfig
 from speedrun.training.distributed import TIMEOUT
 from speedrun.training.optimizers import OptimConfig

@@ -14,9 +14,7 @@ from torch import nn
 
 from speedrun.checks import check_fields
 from speedrun.errors import UserError
-from speedrun.model.attention import Backend, choose_backend
-from speedrun.model.config import GPTConfig
-from speedrun.model.head import has_fp8_units
+from speedrun.model import Backend, GPTConfig, choose_backend, has_fp8_units
 from speedrun.training import arithmetic
 from speedrun.training.distributed import is_first, local_rank, neighbours
 from speedrun.training.gpus import ATTENTION, GPUS

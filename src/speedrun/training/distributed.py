@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.rendezvous import rendezvous
 
 from speedrun.errors import UserError
-from speedrun.optim.sharded import Comm
+from speedrun.optim import Comm
 from speedrun.training.watchdog import LONG, Watchdog
 
 TIMEOUT = 300.0  # seconds a rank waits for another before it gives up; four times as long while something compiles

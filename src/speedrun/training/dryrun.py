@@ -21,11 +21,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from speedrun.data.shards import TokenFolder
+from speedrun.data import TokenFolder
 from speedrun.errors import UserError
-from speedrun.model.gpt import GPTConfig, Role, flops_per_token
-from speedrun.optim import Muon, TrainerOptimizer
-from speedrun.optim.state import value_at
+from speedrun.model import GPTConfig, Role, flops_per_token
+from speedrun.optim import Muon, TrainerOptimizer, value_at
 from speedrun.tracks import Track
 from speedrun.training import scale
 from speedrun.training.clock import synchronize

@@ -7,7 +7,7 @@ keeps what it counted in gpus.json beside this file. memory.py looks it up.
 from dataclasses import dataclass
 from pathlib import Path
 
-from speedrun.model.attention import Backend
+from speedrun.model import Backend
 
 TABLE = Path(__file__).with_name("gpus.json")
 

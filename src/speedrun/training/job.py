@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from speedrun.data.shards import TokenFolder
-from speedrun.optim.sharded import Comm
+from speedrun.data import TokenFolder
+from speedrun.optim import Comm
 from speedrun.training.config import Options, Recipe
 from speedrun.training.device import Machine
 from speedrun.training.progress import Progress

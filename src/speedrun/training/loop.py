@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from speedrun.data.loader import Loader, Prefetcher
-from speedrun.model.head import describe_fp8
+from speedrun.data import Loader, Prefetcher
+from speedrun.model import describe_fp8
 from speedrun.training import checkpoint, telemetry, trace
 from speedrun.training.clock import Clock
 from speedrun.training.load import Load, Pace, SleepWhileBusy, busy_line

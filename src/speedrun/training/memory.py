@@ -18,11 +18,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from speedrun.errors import UserError
-from speedrun.model.flash import row_cu_seqlens
-from speedrun.model.gpt import GPT, Documents
-from speedrun.model.head import piece_rows
-from speedrun.optim import Snoo, TrainerOptimizer
-from speedrun.optim.sharded.plan import param_refs, plan_buckets
+from speedrun.model import GPT, Documents, piece_rows, row_cu_seqlens
+from speedrun.optim import Snoo, TrainerOptimizer, param_refs, plan_buckets
 from speedrun.training import gpus, telemetry
 from speedrun.training.config import Options, Recipe
 from speedrun.training.device import Machine

@@ -12,7 +12,7 @@ from typing import Any, Literal, assert_never, get_args, get_type_hints
 import torch
 from torch import nn
 
-from speedrun.model.gpt import MATRICES, TABLES, Role
+from speedrun.model import MATRICES, TABLES, Role
 from speedrun.optim import NEWTON_SCHULZ_PER_STEP, Adam, Combined, Muon, NorMuon, Snoo, TrainerOptimizer
 
 Named = list[tuple[str, nn.Parameter]]

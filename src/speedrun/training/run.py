@@ -18,12 +18,11 @@ from typing import Any
 import torch
 
 import speedrun
-from speedrun.data import fineweb
-from speedrun.data.shards import TokenFolder
+from speedrun.data import TokenFolder, fineweb
 from speedrun.errors import UserError
 from speedrun.files import locked
-from speedrun.model.gpt import GPT
-from speedrun.optim.sharded import Comm
+from speedrun.model import GPT
+from speedrun.optim import Comm
 from speedrun.tracks import Track
 from speedrun.training import checkpoint, scale
 from speedrun.training.config import Options, Recipe, differences, to_dict, with_fields
@@ -203,8 +202,9 @@ def check_fits(saved: checkpoint.Checkpoint, recipe: Recipe) -> None:
     """A checkpoint that is not of this model is refused before the run folder is touched."""
     with torch.device("meta"):
         model = GPT(recipe.model, 1)
+    weights = saved.weights
     for name, p in model.named_parameters():
-        stored = saved.tensors.get(f"model.{name}")
+        stored = weights.get(name)
         if stored is None or stored.shape != p.shape:
             raise UserError(
                 f"{saved.path} does not fit the model of run.json: {name} is missing or of another shape. "

@@ -34,7 +34,7 @@ from msgspec import Meta
 
 from speedrun.checks import Count, NotNegative, Positive
 from speedrun.errors import UserError
-from speedrun.files import DELETE, explained, from_json, new_folder, read_json, read_lines, write_atomic, write_json
+from speedrun.files import DELETE, file_errors, from_json, new_folder, read_json, read_lines, write_atomic, write_json
 from speedrun.training.config import Options, PublishedCurve, Recipe
 from speedrun.training.load import MOST_THREADS
 
@@ -166,7 +166,7 @@ class RunFolder:
 
         The rest of run.json is added here; what `description` itself says wins.
         """
-        with explained(path):
+        with file_errors(path):
             if path.is_dir() and any(path.iterdir()):
                 raise UserError(f"{path} already holds files. Choose another folder, or resume the run in it.")
         found = {
@@ -177,8 +177,8 @@ class RunFolder:
             "environment": describe_environment(),
             "interruptions": [],
         }
-        run: dict[str, Any] = plain({**description, **{k: v for k, v in found.items() if k not in description}})
-        with explained(path):
+        run: dict[str, Any] = to_jsonable({**description, **{k: v for k, v in found.items() if k not in description}})
+        with file_errors(path):
             if path.is_dir():
                 # Filled in place, not replaced: it may be a mount point or somebody's working directory.
                 try:
@@ -199,7 +199,7 @@ class RunFolder:
 
     def metric(self, values: Mapping[str, Any]) -> None:
         """Append one line to metrics.jsonl. It has a `step`, which is an int, and a `kind`, one of KINDS."""
-        self._append(METRICS, json.dumps(plain(values), allow_nan=False))
+        self._append(METRICS, json.dumps(to_jsonable(values), allow_nan=False))
 
     def log(self, line: str, *, show: bool = True) -> None:
         """Append to log.txt and show it."""
@@ -209,7 +209,7 @@ class RunFolder:
 
     def _append(self, name: str, line: str) -> None:
         """One line, with the system when this returns: the file is flushed at each newline."""
-        with explained(self.path / name):
+        with file_errors(self.path / name):
             if name not in self._open:
                 path = self.path / name
                 self._open[name] = open(path, "a", buffering=1, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
@@ -240,22 +240,22 @@ class RunFolder:
         # Noted first: killed in between, the next resume finds the lines still there and cuts again.
         run = read_run(self.path)
         run = dataclasses.replace(run, interruptions=(*run.interruptions, interruption))
-        write_json(self.path / RUN, plain(run))
+        write_json(self.path / RUN, to_jsonable(run))
         write_atomic(metrics, b"".join(kept))
-        with explained(result):
+        with file_errors(result):
             result.unlink(missing_ok=True)
         self.log(f"--- resumed from step {step} at {interruption['time'].isoformat()}: {note} ---")
 
     def finish(self, result: Result) -> None:
         """Write result.json."""
         self.close()
-        write_json(self.path / RESULT, plain(result))
+        write_json(self.path / RESULT, to_jsonable(result))
 
     def close(self) -> None:
         """Make the lines durable. A later `metric` or `log` opens the files again."""
         while self._open:
             name, file = self._open.popitem()
-            with explained(self.path / name), file:
+            with file_errors(self.path / name), file:
                 os.fsync(file.fileno())
 
 
@@ -319,16 +319,16 @@ def _metric_lines(path: Path) -> Iterator[tuple[str, bytes, dict[str, Any]]]:
 # --- JSON that any reader can read ----------------------------------------------------------------
 
 
-def plain(value: Any) -> Any:
+def to_jsonable(value: Any) -> Any:
     """`value` as plain JSON, which has no nan and no inf: they become strings. Floats keep every digit."""
     if isinstance(value, float) and not math.isfinite(value):
         return repr(float(value))  # 'nan', 'inf' or '-inf'
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [to_jsonable(item) for item in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: to_jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Path | torch.dtype | torch.device):
         return str(value)
     if isinstance(value, date):  # or a datetime
@@ -337,7 +337,7 @@ def plain(value: Any) -> Any:
 
 
 def _numbers(value: Any) -> Any:
-    """What `plain` made words of."""
+    """What `to_jsonable` made words of."""
     if isinstance(value, dict):
         return {key: _numbers(item) for key, item in value.items()}
     return float(value) if value in ("nan", "inf", "-inf") else value

@@ -25,7 +25,7 @@ import math
 from collections.abc import Iterator
 
 from speedrun.errors import UserError
-from speedrun.model.config import GPTConfig
+from speedrun.model import GPTConfig
 from speedrun.training.config import Recipe
 
 # Halfway from the largest number to what would be the next one, and half of the smallest one: what rounding decides.

@@ -15,7 +15,7 @@ from typing import Literal
 
 from speedrun.checks import AboveZero, Count, Positive, Share, check_fields
 from speedrun.errors import UserError
-from speedrun.model.gpt import Windows
+from speedrun.model import Windows
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def save(trainer: Trainer, state: TrainState, done: int) -> None:
     job, comm = trainer.job, trainer.comm
     job.doing(f"saving after {done} steps")
     states = trainer.optimizer.full_state_dict()
-    weights = {f"model.{name}": exact(trainer, p) for name, p in trainer.model.named_parameters()}
+    weights = {checkpoint.WEIGHTS + name: exact(trainer, p) for name, p in trainer.model.named_parameters()}
     if comm.rank == 0:
         for known in states.values():
             for key in ("mantissa", "checksum"):  # the exact weights are stored, in place of their upper halves
@@ -58,15 +58,16 @@ def exact(trainer: Trainer, p: nn.Parameter) -> Tensor:
 
 def restore(trainer: Trainer, saved: checkpoint.Checkpoint) -> TrainState:
     """Put weights and optimizer into the state of a checkpoint; returns the rest of it."""
+    weights = saved.weights
     with torch.no_grad():
         for name, p in trainer.model.named_parameters():
             # Into the existing storage, whose alignment the math library may depend on.
-            p.copy_(saved.tensors[f"model.{name}"])
+            p.copy_(weights[name])
     trainer.optimizer.load_full_state_dict(checkpoint.unflatten(saved.tensors, saved.state["optimizer"]))
     if trainer.recipe.optim.weights == "exact-bf16":
         for name, p in trainer.model.named_parameters():
             if p.dtype == torch.bfloat16:
-                trainer.optimizer.set_master(p, saved.tensors[f"model.{name}"].to(trainer.device))
+                trainer.optimizer.set_master(p, weights[name].to(trainer.device))
     if isinstance(trainer.optimizer, Snoo):
         trainer.optimizer.count = saved.step  # its own count is not stored: it is the number of steps
     clock = Clock(trainer.device, saved.state["clock"])

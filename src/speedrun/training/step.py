@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from speedrun.data.loader import Batch
+from speedrun.data import Batch
 from speedrun.errors import UserError
-from speedrun.model.attention import takes_cu_seqlens
-from speedrun.model.gpt import GPT, Documents
-from speedrun.optim import Interleaved
-from speedrun.optim.finite import NonFiniteGradient
+from speedrun.model import GPT, Documents, takes_cu_seqlens
+from speedrun.optim import Interleaved, NonFiniteGradient
 from speedrun.training import scale
 from speedrun.training.device import compiled
 from speedrun.training.job import Job

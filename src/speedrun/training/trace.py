@@ -21,7 +21,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from speedrun.errors import UserError
-from speedrun.files import explained, read_bytes
+from speedrun.files import file_errors, read_bytes
 
 FILES = "trace-rank*.json.gz"
 WAY_OUT = "Record a trace with `speedrun train --trace`."
@@ -49,7 +49,7 @@ def recorder(device: torch.device, steps: int, about: Mapping[str, Any]) -> prof
 
 def write(recorded: profile, folder: Path, rank: int) -> Path:
     file = folder / FILES.replace("*", str(rank))
-    with explained(file):
+    with file_errors(file):
         folder.mkdir(parents=True, exist_ok=True)  # rank 0 may have made it on another machine
         recorded.export_chrome_trace(str(file))
     return file

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from speedrun.data import loader
-from speedrun.model.gpt import GPT
+from speedrun.model import GPT
 from speedrun.training.job import Job
 from speedrun.training.step import Trainer
 

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from speedrun.data.loader import Batch
+from speedrun.data import Batch
 from speedrun.errors import UserError
 from speedrun.training.clock import synchronize
 from speedrun.training.job import Job

@@ -14,16 +14,19 @@ import pytest
 
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import Terminated
-from speedrun.experiments.children import Children, terminable, was_stopped
-from speedrun.training.runlog import read_result
-from tests.experiments.conftest import SMALL
+from speedrun.experiments.race import change_recipe
+from speedrun.experiments.trial import ChildProcesses, handle_sigterm, was_stopped, write_recipe
+from speedrun.recipes import get_recipe
+from speedrun.training.config import Recipe, differences
+from speedrun.training.runlog import read_result, read_run
+from tests.experiments.conftest import SMALL, Speedrun
 from tests.experiments.test_race import start, wait_for
 
 SLEEP = [sys.executable, "-c", "import time; print('awake', flush=True); time.sleep(600)"]
 
 
 def test_sigterm_is_an_exception_inside_and_what_it_was_outside() -> None:
-    @terminable()
+    @handle_sigterm()
     def told_to_end() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(10)
@@ -35,7 +38,7 @@ def test_sigterm_is_an_exception_inside_and_what_it_was_outside() -> None:
 
 
 def test_an_exception_ends_the_processes_of_all_threads() -> None:
-    children, waiting = Children(), []
+    children, waiting = ChildProcesses(), []
 
     def fail_while_they_run() -> None:
         with ThreadPoolExecutor(2) as pool, children:
@@ -52,10 +55,10 @@ def test_an_exception_ends_the_processes_of_all_threads() -> None:
     assert [type(one.exception()) for one in waiting] == [KeyboardInterrupt, KeyboardInterrupt, Terminated]
 
 
-def test_what_a_process_says_and_how_it_ends() -> None:
-    with Children() as children:
+def test_the_errors_of_a_process_and_how_it_ends() -> None:
+    with ChildProcesses() as children:
         done = children.run([sys.executable, "-c", "import sys; print('out'); sys.exit('err')"])
-        assert (done.returncode, done.stdout, done.stderr) == (1, "out\n", "err\n")
+        assert (done.returncode, done.stderr) == (1, "err\n")
         stopper = threading.Timer(0.5, lambda: [child.send_signal(signal.SIGTERM) for child in list(children.alive)])
         stopper.start()
         with pytest.raises(KeyboardInterrupt):
@@ -67,7 +70,7 @@ def test_a_process_that_takes_its_time_to_end_is_waited_for(monkeypatch: pytest.
     """Ctrl-C, after which Popen itself waits for a quarter of a second alone."""
     slow = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), sys.exit(143)))"
     program = f"{slow}; open(sys.argv[1], 'w').close(); time.sleep(600)"
-    children = Children()
+    children = ChildProcesses()
 
     def interrupt() -> None:
         while not (tmp_path / "ready").exists():
@@ -99,3 +102,51 @@ def test_sigterm_to_an_ablation_ends_both_of_its_runs(held_out: TokenFolder, tmp
     results = [read_result(folder).status for folder in (tmp_path / "here" / "runs").iterdir()]
     assert results == ["interrupted"] * 2
     assert not (tmp_path / "here" / "rows.jsonl").exists()
+
+
+# -------------------------------------------------------------------- stored recipes
+
+
+def small_recipe() -> Recipe:
+    return change_recipe("adamw", "pocket", [*SMALL.split(), "schedule.steps=3"])[1]
+
+
+def test_a_stored_recipe_is_trained_and_flags_change_it(
+    held_out: TokenFolder, speedrun: Speedrun, tmp_path: Path
+) -> None:
+    recipe = write_recipe(tmp_path / "mine.json", small_recipe())
+    line = f"train --recipe {recipe} --data {held_out.path} --dtype float32 --threads 1 --compile False --sample False"
+    assert speedrun(*line.split(), "--save", "False", "--out", "as-it-is")[0] == 0
+    assert read_run(Path("as-it-is")).recipe == small_recipe()
+    assert speedrun(*line.split(), "--save", "False", "--out", "changed", "--optim.lr", "0.25", "--steps", "2")[0] == 0
+    assert differences(small_recipe(), read_run(Path("changed")).recipe) == [
+        "optim.lr: 0.01 -> 0.25",
+        "schedule.steps: 3 -> 2",
+    ]
+
+
+@pytest.mark.parametrize("command", ["train", "race", "sweep", "ablate"])
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, "mine.json is missing. Name the file of a stored recipe, or one that `speedrun recipes` lists."),
+        ("{", "mine.json is damaged: "),
+        ("[]", "mine.json is damaged: it is not a JSON object."),
+        ('{"format": 1}', "mine.json was written by an older version of speedrun (format 1; this one reads 2)"),
+        ('{"format": 2}', "mine.json is damaged: Object missing required field `name`."),
+        ('{"format": 2, "name": "a", "track": "pocket", "about": "", "lr": 1}', "mine.json has the field 'lr', which"),
+        ('{"format": 2, "name": "a", "track": "pocket", "about": "", "optim": {"lr": -1.0}}', "mine.json is damaged"),
+        ("short", "mine.json has the size of track 'short', not 'pocket'; pass --track short."),
+    ],
+)
+def test_a_recipe_file_that_cannot_be_used_is_named(
+    command: str, content: str | None, sentence: str, speedrun: Speedrun, tmp_path: Path
+) -> None:
+    if content == "short":
+        write_recipe(tmp_path / "mine.json", get_recipe("normuon", "short"))
+    elif content is not None:
+        (tmp_path / "mine.json").write_text(content)
+    code, _, err = speedrun(command, "--recipe", "mine.json", "--track", "pocket")
+    assert code == 2
+    assert err.startswith(f"speedrun: {sentence}")
+    assert len(err.splitlines()) == 1
