@@ -41,15 +41,15 @@ def main() -> None:
         tokens = rng.integers(1, 4096, size=TOKENS)
         tokens[np.cumsum(rng.integers(100, 1300, size=TOKENS // 700))[: TOKENS // 800]] = 0
         write_shard(shard, tokens)
-        for order in ("sequential", "shuffle"):
+        for shuffle in (None, "documents"):
             for tail in ("split", "discard"):
-                config = LoaderConfig(packing="documents", order=order, tail=tail, max_document=2048)
+                config = LoaderConfig(packing="documents", shuffle=shuffle, tail=tail, max_doc_len=2048)
                 loader = Loader([shard], config, bos=0, vocab_size=4096, seed=0, notice=lambda line: None)
                 loader.next(8, 2048)
                 spent = seconds(lambda loader=loader: loader.next(8, 2048), 400)
-                print(f"packed documents, {order}, tail={tail}: {8 * 2048 / spent / 1e6:.0f} M tokens/s")
+                print(f"packed documents, shuffle={shuffle}, tail={tail}: {8 * 2048 / spent / 1e6:.0f} M tokens/s")
         recipe = get_recipe("adamw", "pocket")
-        rows, length = recipe.schedule.rows, recipe.schedule.length
+        rows, length = recipe.schedule.batch_size, recipe.schedule.seq_len
         loader = Loader([shard], recipe.loader, bos=0, vocab_size=4096, seed=0, notice=lambda line: None)
         step = our_step(recipe, torch.randint(4096, (rows, length)))
         for _ in range(3):

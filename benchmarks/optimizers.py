@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from speedrun.model.config import HeadConfig
 from speedrun.model.gpt import GPT, GPTConfig
 from speedrun.optim import Adam, Combined, Muon, NorMuon, orthogonalize, route
 from speedrun.optim.polynomial import multiplications
@@ -130,7 +131,7 @@ def peers(layers: int, width: int) -> dict[str, Step]:
 
 def compare_steps(layers: int, width: int, rounds: int, with_peers: bool = True) -> None:
     """Ours in the arithmetic that training would choose here for a model of this width."""
-    machine = choose("cpu", model=GPTConfig(layers=layers, width=width, heads=width // 64), tokens=2048)
+    machine = choose("cpu", model=GPTConfig(num_layers=layers, dim=width, num_heads=width // 64), tokens=2048)
     dtype = machine.dtype
     blocks = [3, 1, 1, 1] * layers
     split: list[float] = []
@@ -183,7 +184,7 @@ class Trainer:
 
 def compare_training(config: GPTConfig, rows: int, length: int, micro: int, rounds: int) -> None:
     """Whole steps: forward and backward over `rows`, `micro` at a time and taking turns, then the optimizers."""
-    ids = torch.randint(0, config.vocab, (rows, length))
+    ids = torch.randint(0, config.vocab_size, (rows, length))
     targets = ids.roll(-1, 1)
 
     def normuon(model: nn.Module, split: bool) -> torch.optim.Optimizer:
@@ -227,7 +228,7 @@ def compare_training(config: GPTConfig, rows: int, length: int, micro: int, roun
         trainer.update.clear()
     for _ in range(rounds):
         one_round(rows)
-    shape = f"{config.layers} layers of width {config.width}"
+    shape = f"{config.num_layers} layers of width {config.dim}"
     print(f"\ntraining: {shape}, {rows * length:,} tokens a step, {micro} rows at a time, {rounds} steps each")
     common = statistics.median(x for trainer in trainers.values() for x in trainer.model)
     base = trainers["AdamW, fused"]
@@ -308,11 +309,11 @@ def main() -> None:
             if args.peers:
                 compare_steps(1, 768, 2)  # peers that multiply bfloat16 take minutes for twelve layers on many CPUs
     if args.part in ("all", "training"):
-        pocket = GPTConfig(layers=3, width=192, heads=3, tied=True)
+        pocket = GPTConfig(num_layers=3, dim=192, num_heads=3, head=HeadConfig(tied=True))
         compare_training(pocket, 32, 128, 32, 6 * args.rounds)
         compare_training(pocket, 8, 128, 8, 12 * args.rounds)
         if args.large:
-            gpt2 = GPTConfig(layers=12, width=768, heads=12, vocab=50_304, tied=True)
+            gpt2 = GPTConfig(num_layers=12, dim=768, num_heads=12, vocab_size=50_304, head=HeadConfig(tied=True))
             compare_training(gpt2, 128, 256, 8, 2)
     if args.part in ("all", "fsdp"):
         compare_fsdp(4, 6, 384, args.rounds)

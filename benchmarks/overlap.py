@@ -87,7 +87,7 @@ class SlowComm(Comm):
 
 def workload(width: int) -> Recipe:
     """`normuon`, deep and wide enough that its optimizers have something to do and ranks can share it evenly."""
-    size = {"model.layers": 6, "model.width": width, "model.heads": width // 64}
+    size = {"model.num_layers": 6, "model.dim": width, "model.num_heads": width // 64}
     return with_fields(get_recipe("normuon", "pocket"), size)
 
 
@@ -104,7 +104,7 @@ class Entrant:
         self.everybody: list[float] = []  # the median of that on each rank
         self.behind: list[float] = []  # for the slowest rank to end its backward pass
         self.recorded: list[tuple[float, list[Span]]] = []  # of each step: the end of its backward pass, what followed
-        ids = torch.randint(recipe.model.vocab, (rows, LENGTH), generator=torch.Generator().manual_seed(comm.rank))
+        ids = torch.randint(recipe.model.vocab_size, (rows, LENGTH), generator=torch.Generator().manual_seed(comm.rank))
         self.batch = ids, ids.roll(-1, 1)
         self.forward: Any = self.model
         if name == "ddp":

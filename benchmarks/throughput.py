@@ -43,10 +43,12 @@ def our_step(recipe: Recipe, ids: torch.Tensor) -> Callable[[], None]:
 
 def bare_matmuls(config: GPTConfig, rows: int, length: int) -> Callable[[], None]:
     """Every matmul of a step and nothing else: y = x W^T, dx = g W, dW = g^T x, and those of attention."""
-    tokens, d = rows * length, config.width
-    shapes = [(3 * d, d), (d, d), (config.mlp_dim, d), (d, config.mlp_dim)] * config.layers + [(config.vocab, d)]
+    tokens, d = rows * length, config.dim
+    shapes = [(3 * d, d), (d, d), (config.mlp_dim, d), (d, config.mlp_dim)] * config.num_layers + [
+        (config.vocab_size, d)
+    ]
     linear = [(torch.randn(tokens, i), torch.randn(o, i), torch.randn(tokens, o)) for o, i in shapes]
-    heads = rows * config.heads
+    heads = rows * config.num_heads
     q, k, v = (torch.randn(heads, length, config.head_dim) for _ in range(3))
     scores = torch.randn(heads, length, length)
 
@@ -55,7 +57,7 @@ def bare_matmuls(config: GPTConfig, rows: int, length: int) -> Callable[[], None
             x @ w.t()
             g @ w
             g.t() @ x
-        for _ in range(config.layers):
+        for _ in range(config.num_layers):
             q @ k.transpose(1, 2)
             scores @ v
             scores @ k
@@ -71,11 +73,11 @@ def peer_step(config: GPTConfig, ids: torch.Tensor, lr: float, compile_it: bool)
 
     peer = GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=config.vocab,
+            vocab_size=config.vocab_size,
             n_positions=ids.shape[1],
-            n_embd=config.width,
-            n_layer=config.layers,
-            n_head=config.heads,
+            n_embd=config.dim,
+            n_layer=config.num_layers,
+            n_head=config.num_heads,
             n_inner=config.mlp_dim,
             resid_pdrop=0.0,
             embd_pdrop=0.0,
@@ -103,8 +105,8 @@ def main() -> None:
     given = parser.parse_args()
     machine = choose("cpu")
     recipe = get_recipe(given.recipe, "pocket")
-    rows, length = recipe.schedule.rows, recipe.schedule.length
-    ids = torch.randint(recipe.model.vocab, (rows, length), generator=torch.Generator().manual_seed(0))
+    rows, length = recipe.schedule.batch_size, recipe.schedule.seq_len
+    ids = torch.randint(recipe.model.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
     steps = {
         "speedrun": our_step(recipe, ids),
         "bare matmuls": bare_matmuls(recipe.model, rows, length),
@@ -127,7 +129,7 @@ def main() -> None:
     for name, seconds in median.items():
         print(f"  {name:30} {1000 * seconds:7.1f} ms  {tokens / seconds:9,.0f} tokens/s")
     # The bare matmuls compute attention without its causal half; count what each really multiplies.
-    d, full = recipe.model, 12 * recipe.model.layers * recipe.model.width * length * tokens
+    d, full = recipe.model, 12 * recipe.model.num_layers * recipe.model.dim * length * tokens
     executed = flops_per_token(d, 0) * tokens + full
     bare = executed / median["bare matmuls"]
     print(f"model FLOP/s: {flops / median['speedrun'] / 1e9:.0f} G; matmul FLOP/s at these shapes: {bare / 1e9:.0f} G")

@@ -129,12 +129,12 @@ def validate(model: GPT, recipe: Recipe, tokens: TokenFolder, machine: Machine, 
     stage = replace(recipe.schedule.after(done), mtp_weights=(1.0,))
     batches = validation_batches(
         tokens.shards("val"),
-        batch_size=recipe.validation.rows,
-        seq_len=recipe.validation.length,
+        batch_size=recipe.validation.batch_size,
+        seq_len=recipe.validation.seq_len,
         bos=tokens.bos,
         vocab_size=tokens.vocab_size,
         packing=recipe.loader.packing,
-        max_document=recipe.loader.max_document,
+        max_doc_len=recipe.loader.max_doc_len,
     )
     total, count = 0.0, 0
     for batch in batches:

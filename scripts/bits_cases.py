@@ -45,7 +45,7 @@ from speedrun.training.state import exact
 from speedrun.training.step import Trainer
 
 COMPILED = ("normuon", "interleaved")
-STEPS, QUICK = 24, 8  # with the extension
+STEPS, QUICK = 24, 8  # the extra ones included
 SECONDS = 600  # how long a rank waits for another
 
 OWN = {"lr": 0.9, "beta1": 0.85, "beta2": 0.97, "decay": 0.5}
@@ -54,22 +54,24 @@ MORE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "fp8 clip discard": (
         "interleaved",
         {
-            "model.fp8_head": True, "model.fp8_scales": (0.1, 0.01, 0.001), "optim.clip": 0.5, "optim.row_beta1": True,
-            "loader.order": "sequential", "loader.tail": "discard", "optim.muon.nesterov": False,
-            "optim.muon.steps": 4, "optim.muon.beta2": 0.9, "optim.muon.momentum": 0.9, "schedule.momentum_warmup": 0,
-            "schedule.momentum_cooldown": 0, "compiler.coordinate_descent": True, "model.softcap_temperature": 5.0,
+            "model.head.fp8": True, "model.head.fp8_scales": (0.1, 0.01, 0.001), "optim.clip": 0.5,
+            "optim.row_beta1": True, "loader.shuffle": None, "loader.tail": "discard",
+            "optim.muon.nesterov": False, "optim.muon.steps": 4, "optim.muon.beta2": 0.9, "optim.muon.momentum": 0.9,
+            "schedule.momentum_warmup": 0, "schedule.momentum_cooldown": 0, "compiler.coordinate_descent": True,
+            "model.head.softcap_temperature": 5.0,
             "optim.muon.up_lr": 1.5,
         },
-        {"order": "interleaved", "micro_rows": 3, "val_tokens": 2000, "shadow": True},
+        {"order": "interleaved", "micro_batch_size": 3, "val_tokens": 2000, "shadow": True},
     ),
     "svd bf16 tanh": (
         "normuon",
         {
-            "optim.muon.method": "svd", "optim.weights": "bf16", "model.softcap": "tanh", "loader.order": "shuffle",
-            "optim.muon.scale": "match-rms-adamw", "model.no_mlp": (1,), "model.mlp_ratio": 3.0, "model.tied": True,
-            "model.across_documents": False, "optim.snoo.k": 3, "optim.snoo.lr": 0.5,
-            "optim.snoo.momentum": 0.5, "optim.blocks.lr": 0.5, "optim.embed2.beta1": 0.7, "optim.muon.gates_lr": 0.5,
-            "schedule.momentum_low": 0.8, "schedule.momentum_high": 0.9, "validation.first": False,
+            "optim.muon.method": "svd", "optim.weights": "bf16", "model.head.softcap": "tanh",
+            "loader.shuffle": "documents", "optim.muon.scale": "match-rms-adamw", "model.no_mlp": (1,),
+            "model.mlp_ratio": 3.0, "model.head.tied": True, "model.across_documents": False, "optim.snoo.k": 3,
+            "optim.snoo.lr": 0.5, "optim.snoo.momentum": 0.5, "optim.blocks.lr": 0.5, "optim.embed2.beta1": 0.7,
+            "optim.muon.gates_lr": 0.5, "schedule.momentum_low": 0.8, "schedule.momentum_high": 0.9,
+            "validation.first": False,
         },
         {"order": "sequential"},
     ),
@@ -77,17 +79,17 @@ MORE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "long and wide": (
         "normuon",
         {
-            "model.width": 192, "model.heads": 6, "schedule.length": 512, "schedule.rows": 3, "validation.length": 512,
-            "validation.rows": 2, "loader.max_document": 384, "schedule.window_ramp": (48, 96, 192),
-            "schedule.window_extension": 208, "schedule.window_final": 320,
+            "model.dim": 192, "model.num_heads": 6, "schedule.seq_len": 512, "schedule.batch_size": 3,
+            "validation.seq_len": 512, "validation.batch_size": 2, "loader.max_doc_len": 384,
+            "schedule.window_ramp": (48, 96, 192), "schedule.window_extra": 208, "schedule.window_final": 320,
         },
         {},
     ),
     "sum whole documents": (
         "interleaved",
         {
-            "optim.reference_ranks": 8, "optim.eps": 1e-3, "optim.clip": 0.5, "model.fp8_head": True,
-            "validation.cut_documents": False, "validation.length": 384, "validation.rows": 2,
+            "optim.reference_ranks": 8, "optim.eps": 1e-3, "optim.clip": 0.5, "model.head.fp8": True,
+            "validation.cut_documents": False, "validation.seq_len": 384, "validation.batch_size": 2,
             "optim.muon.gates": True, "optim.muon.smear_gate": False, "optim.muon.mlp_decay": 2.0,
             "schedule.yarn_until": 64,
         },
@@ -98,15 +100,15 @@ MORE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {
             **{f"optim.{part}.{name}": value for part in PARTS for name, value in OWN.items()},
             "optim.weight_decay": 0.1, "optim.matrices": "adam",
-            "schedule.momentum_warmup": 0, "model.vocab": 4160,
-            "schedule.momentum_cooldown": 0, "schedule.length": 160, "validation.length": 192,
+            "schedule.momentum_warmup": 0, "model.vocab_size": 4160,
+            "schedule.momentum_cooldown": 0, "schedule.seq_len": 160, "validation.seq_len": 192,
         },
         {},
     ),
     "bigrams, update floor": (
         "normuon",
         {
-            "model.bigram_rows": 5000, "model.bigram_width": 32, "optim.bigram.lr": 40.0,
+            "model.embeddings.bigram_vocab_size": 5000, "model.embeddings.bigram_dim": 32, "optim.bigram.lr": 40.0,
             "optim.muon.update_floor": 0.35,
         },
         {},
@@ -117,17 +119,17 @@ MORE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def shortened(recipe: Recipe, steps: int) -> Recipe:
     """The recipe in `steps` steps, each of its transitions where it was, as a share of the run."""
     s = recipe.schedule
-    extension = max(2, steps // 8) if s.extension else 0
-    changes: dict[str, Any] = {"schedule.extension": extension, "schedule.steps": steps - extension}
+    extra = max(2, steps // 8) if s.extra_steps else 0
+    changes: dict[str, Any] = {"schedule.extra_steps": extra, "schedule.steps": steps - extra}
     for name in ("momentum_warmup", "momentum_cooldown"):
         if getattr(s, name):
             changes[f"schedule.{name}"] = max(2, round(getattr(s, name) * steps / s.total))
     if recipe.optim.snoo.k:
         changes["optim.snoo.k"] = 3
     if s.warmup:
-        changes["schedule.warmup"] = max(s.warmup, 3 / (steps - extension))
-    if s.predict > 1:
-        changes["schedule.predict_until"] = max(s.predict_until, 3 / (steps - extension))
+        changes["schedule.warmup"] = max(s.warmup, 3 / (steps - extra))
+    if s.mtp_tokens > 1:
+        changes["schedule.mtp_until"] = max(s.mtp_until, 3 / (steps - extra))
     changes["validation.every"] = steps // 2
     return with_fields(recipe, changes)
 
@@ -143,13 +145,15 @@ def cases(steps: int) -> dict[str, tuple[Recipe, Options]]:
 
 
 def unused() -> list[str]:
-    """Fields of a recipe, or words that one may have, that no case uses: `model.softcap=tanh`, `optim.clip`."""
+    """Fields of a recipe, or words that one may have, that no case uses: `model.head.softcap=tanh`, `optim.clip`."""
     recipes = [recipe for recipe, _ in cases(STEPS).values()]
     values = [fields_of(recipe) for recipe in recipes]
     usual, found = fields_of(Recipe("", "", "")), []
     for name, hint in hints(Recipe).items():
         taken = {v[name] for v in values}
-        words = [w for w in typing.get_args(hint) if isinstance(w, str)] or ([True, False] if hint is bool else [])
+        words: list[Any] = [w for each in (hint, *typing.get_args(hint)) for w in typing.get_args(each)]
+        words = [w for w in words if isinstance(w, str)] or ([True, False] if hint is bool else [])
+        words += [None] if words and type(None) in typing.get_args(hint) else []
         found += [f"{name}={w}" for w in words if w not in taken]
         found += [name] if not words and taken == {usual[name]} else []
     return found

@@ -32,31 +32,31 @@ from speedrun.training.runlog import read_metrics
 
 EVERY = 12  # steps between validations of `kills`
 KILLS = [
-    *("--recipe", "adamw", "--resume", "auto", "--checkpoint-every", "5", "--threads", "2", "--model.layers", "2"),
+    *("--recipe", "adamw", "--resume", "auto", "--checkpoint-every", "5", "--threads", "2", "--model.num-layers", "2"),
     *(
-        "--model.width",
+        "--model.dim",
         "64",
-        "--model.heads",
+        "--model.num-heads",
         "2",
         "--schedule.steps",
         "240",
-        "--schedule.rows",
+        "--schedule.batch-size",
         "4",
-        "--schedule.length",
+        "--schedule.seq-len",
         "64",
     ),
-    *("--validation.every", str(EVERY), "--validation.rows", "8", "--validation.length", "64"),
+    *("--validation.every", str(EVERY), "--validation.batch-size", "8", "--validation.seq-len", "64"),
 ]
 STEPS = 40  # of `ranks`
 RANKS = [
-    *("--recipe", "interleaved", "--threads", "1", "--schedule.steps", str(STEPS - 4), "--schedule.extension", "4"),
-    *("--schedule.batch-ramp", "3", "6", "9", "--schedule.length", "64", "--loader.max-document", "64"),
-    *("--schedule.window-ramp", "16", "32", "48", "--schedule.window-extension", "64", "--schedule.window-final", "64"),
-    *("--schedule.momentum-warmup", "10", "--schedule.momentum-cooldown", "5", "--model.width", "64"),
+    *("--recipe", "interleaved", "--threads", "1", "--schedule.steps", str(STEPS - 4), "--schedule.extra-steps", "4"),
+    *("--schedule.batch-ramp", "3", "6", "9", "--schedule.seq-len", "64", "--loader.max-doc-len", "64"),
+    *("--schedule.window-ramp", "16", "32", "48", "--schedule.window-extra", "64", "--schedule.window-final", "64"),
+    *("--schedule.momentum-warmup", "10", "--schedule.momentum-cooldown", "5", "--model.dim", "64"),
     *(
-        "--model.heads",
+        "--model.num-heads",
         "2",
-        "--validation.length",
+        "--validation.seq-len",
         "64",
         "--validation.every",
         "1000000",

@@ -140,7 +140,7 @@ def examine(name: str, tokens: TokenFolder, folder: Path) -> bool:
     recipe = trainer.recipe
     parameters = sum(p.numel() for p in trainer.model.parameters())
     say(name, f"{parameters / 1e6:.2f} M parameters")
-    if not recipe.model.zero_init:
+    if not recipe.model.init.zero_init:
         del trainer
         return many_seeds(name, tokens, folder / "seeds")
     batch = first_batch(recipe, tokens)

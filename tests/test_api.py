@@ -76,7 +76,7 @@ def test_the_loss_of_a_text_is_that_of_its_tokens(trained: speedrun.Run) -> None
         ({"track": "poket"}, "Unknown track 'poket'. Did you mean 'pocket'?"),
         ({"optim.lrr": 1}, "'optim.lrr' is neither an option of a run nor a field of recipe 'tiny'. Did you mean"),
         ({"kep": 1}, "'kep' is neither an option of a run nor a field of recipe 'tiny'. Did you mean 'keep'?"),
-        ({"optim": {"lr": -1.0}}, "optim.lr is -1.0; it must be finite and not negative."),
+        ({"optim": {"lr": -1.0}}, "optim.lr is -1.0; it must be at least 0."),
         ({"seed": -1}, "--seed is -1; it must be at least 0."),
         ({"keep": 0}, "--keep is 0; it must be at least 1."),
         ({"target": 3.0, "data": None}, "--target 3.0 goes with --data; the target of track 'pocket' is fixed."),

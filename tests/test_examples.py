@@ -34,7 +34,7 @@ AS_WIDE_AS_THEY_ARE = ("muon", "normuon")
 # What no recipe of the lineage has, but the loop obeys.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "clipped gradients": ("muon", {"optim.clip": 0.1}),
-    "other rows in validation": ("adamw", {"validation.first": False, "validation.length": 64}),
+    "other rows in validation": ("adamw", {"validation.first": False, "validation.seq_len": 64}),
 }
 
 
@@ -45,21 +45,21 @@ def short(name: str) -> Recipe:
     s = recipe.schedule
     few: dict[str, Any] = {
         "schedule.steps": 7,
-        "schedule.extension": min(2, s.extension),
-        "schedule.rows": 2,
+        "schedule.extra_steps": min(2, s.extra_steps),
+        "schedule.batch_size": 2,
         "schedule.batch_ramp": s.batch_ramp and (1, 2, 3),
         "schedule.momentum_warmup": min(3, s.momentum_warmup),
         "schedule.momentum_cooldown": min(3, s.momentum_cooldown),
-        "optim.snoo.k": min(3, recipe.optim.snoo.k),
+        "optim.snoo.k": recipe.optim.snoo.k and 3,
         "validation.every": 4,
-        "validation.rows": 3,
+        "validation.batch_size": 3,
     }
     if s.window_ramp:  # a window beyond the 97 tokens of a document would change nothing
-        few |= {"schedule.window_ramp": (16, 32, 48), "schedule.window_extension": 64, "schedule.window_final": 96}
+        few |= {"schedule.window_ramp": (16, 32, 48), "schedule.window_extra": 64, "schedule.window_final": 96}
     if s.window_cubic:
         few |= {"schedule.window_cubic": 64, "schedule.window_block": 16}
     if name not in AS_WIDE_AS_THEY_ARE:
-        few |= {"model.width": 32, "model.heads": 2}
+        few |= {"model.dim": 32, "model.num_heads": 2}
     return with_fields(recipe, few | changes)
 
 

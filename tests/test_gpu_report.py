@@ -23,7 +23,7 @@ def report(rank: int, size: int, out: str) -> list[str]:
     machine = choose("cpu", "float32", 1)
     comm = Comm.of(None) if size > 1 else Comm()
     told: list[str] = []
-    recipe = with_fields(tiny("interleaved"), {"model.fp8_head": True})
+    recipe = with_fields(tiny("interleaved"), {"model.head.fp8": True})
     for _, lines, text in gpu_report.report(recipe, machine, Options(compile=False), comm, examine(machine), 2):
         if rank == 0:
             Path(out).write_text(text)
@@ -57,7 +57,7 @@ def test_every_kind_of_step_is_measured(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine, recipe = choose("cpu", "float32", 1), with_fields(tiny("interleaved"), {"model.fp8_head": True})
+    machine, recipe = choose("cpu", "float32", 1), with_fields(tiny("interleaved"), {"model.head.fp8": True})
     monkeypatch.setattr(gpu_report, "attend", lambda q, k, v, **_: q + k + v)
     monkeypatch.setattr(gpu_report, "fp8_linear", lambda x, w, *_: head.fp8_linear(x, 0.9 * w, 1.0, 1.0, 1.0))
     assert all(line.measured.endswith("**wrong**") for line in gpu_report.parity(recipe, machine))
@@ -98,7 +98,7 @@ def made_up_trainer(recipe: Any, machine: Any) -> Any:
     from speedrun.training.runlog import NullRunFolder
     from speedrun.training.step import Trainer
 
-    tokens: Any = SimpleNamespace(vocab_size=recipe.model.vocab)
+    tokens: Any = SimpleNamespace(vocab_size=recipe.model.vocab_size)
     return Trainer(
         Job(recipe, tokens, machine, Options(), NullRunFolder(Path("nowhere")), Progress(1, quiet=True), Comm())
     )

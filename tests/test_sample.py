@@ -7,14 +7,15 @@ import torch.nn.functional as F
 from speedrun.data.tokenizer import Tokenizer
 from speedrun.model.gpt import GPT, GPTConfig, Windows
 from speedrun.sample import generate, pick, sample_text
+from speedrun.training.config import with_fields
 
 VOCAB = 50
 
 
-def model_with(context: int, **changes: object) -> GPT:
+def model_with(context: int, changes: dict[str, object] | None = None) -> GPT:
     """Random weights everywhere: an untrained head is zero, and every token would be the likeliest."""
-    config = GPTConfig(vocab=VOCAB, layers=2, width=16, heads=2, **changes)  # type: ignore[arg-type]
-    model = GPT(config, context)
+    config = GPTConfig(vocab_size=VOCAB, num_layers=2, dim=16, num_heads=2)
+    model = GPT(with_fields(config, changes or {}), context)
     generator = torch.Generator().manual_seed(0)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.5, generator=generator)
@@ -33,13 +34,17 @@ def greedy_by_definition(model: GPT, ids: list[int], tokens: int) -> list[int]:
 
 FORMS = [
     {},
-    {"tied": True, "qk_norm": False, "attention_residual": "depth"},
-    {"smear": True, "smear_mtp": True, "gate_inputs": 4},
-    {"rotary": "half", "key_offset": True, "long_layers": (1,), "rotary_base": 100.0},
+    {"head.tied": True, "attention.qk_norm": False, "attention.residual_scale": "depth"},
+    {"embeddings.smear": True, "head.smear_mtp": True, "gate_inputs": 4},
     {
-        "value_tables": 1, "value_layers": ((1, 0),), "value_gates": True, "attention_gates": True, "gate_inputs": 4,
-        "skips": ((0, 1),), "skip_gates": True, "x0_lambdas": True, "second_embedding": True, "backout": 0,
-        "attention_lambdas": True, "residual_lambdas": 1.1, "softcap": "sigmoid",
+        "attention.rotary": "half", "attention.key_offset": True, "attention.long_layers": (1,),
+        "attention.rotary_base": 100.0,
+    },
+    {
+        "embeddings.value_layers": ((1, 0),), "embeddings.value_gates": True, "attention.gates": True, "gate_inputs": 4,
+        "residual.skips": ((0, 1),), "residual.skip_gates": True, "residual.x0_lambdas": True,
+        "embeddings.second": True, "residual.backout": 0, "attention.lambdas": True, "residual.lambdas": 1.1,
+        "head.softcap": "sigmoid",
     },
 ]  # fmt: skip
 
@@ -48,7 +53,7 @@ FORMS = [
 @pytest.mark.parametrize(("context", "prompt"), [(64, 3), (8, 3), (8, 8), (8, 9), (8, 21), (2, 5), (1, 4)])
 def test_every_form_writes_what_its_features_say(context: int, prompt: int, form: dict[str, object]) -> None:
     """Also for prompts longer than the window, and for texts that outgrow it."""
-    model = model_with(context, **form)
+    model = model_with(context, form)
     ids = torch.randint(VOCAB, (prompt,), generator=torch.Generator().manual_seed(prompt)).tolist()
     assert list(generate(model, ids, tokens=20, temperature=0)) == greedy_by_definition(model, ids, 20)
 
@@ -94,7 +99,7 @@ def test_no_tokens_is_an_empty_text() -> None:
 
 def test_the_text_begins_with_the_prompt() -> None:
     tokenizer = Tokenizer.load("pocket")
-    model = GPT(GPTConfig(vocab=tokenizer.vocab_size, layers=1, width=16, heads=2), 16)
+    model = GPT(GPTConfig(vocab_size=tokenizer.vocab_size, num_layers=1, dim=16, num_heads=2), 16)
     torch.nn.init.normal_(model.head)
     text = sample_text(model, tokenizer, "Once upon", tokens=8, temperature=0.8, top_k=50, seed=0)
     assert text.startswith("Once upon")
@@ -103,8 +108,14 @@ def test_the_text_begins_with_the_prompt() -> None:
 
 @torch.no_grad()
 def test_sampling_sees_the_windows_and_positions_of_the_end_of_training() -> None:
-    form = {"rotary": "half", "rotary_base": 100.0, "yarn": True, "long_layers": (1,), "attention_scale": 0.1}
-    model = model_with(64, **form)
+    form = {
+        "attention.rotary": "half",
+        "attention.rotary_base": 100.0,
+        "attention.yarn": True,
+        "attention.long_layers": (1,),
+        "attention.scale": 0.1,
+    }
+    model = model_with(64, form)
     ids = torch.arange(30)[None] % VOCAB
     plain = model.logits(ids)
     model.as_trained(Windows(2, 4), (2, 4), tied=False)

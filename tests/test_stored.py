@@ -169,7 +169,7 @@ def drop_format(file: Path) -> None:
 
 def change_layers(run: Path) -> None:
     about = json.loads((run / "run.json").read_text())
-    about["recipe"]["model"]["layers"] = 2
+    about["recipe"]["model"]["num_layers"] = 2
     (run / "run.json").write_text(json.dumps(about))
 
 
@@ -193,13 +193,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 TRAIN = (
     "train --data tokens --recipe adamw --out run --compile False --sample False --threads 1 --schedule.steps 2 "
-    "--schedule.length 16 --validation.length 16 --model.width 16 --model.heads 2 --model.layers 1"
+    "--schedule.seq-len 16 --validation.seq-len 16 --model.dim 16 --model.num-heads 2 --model.num-layers 1"
 )
 
 
 ABLATION = (
     "ablate --data tokens --recipe adamw --switches zero-init --seeds 1 --out ablation --compile False --threads 1 "
-    "--set schedule.steps=10 schedule.length=16 validation.length=16 model.width=16 model.heads=2 model.layers=1"
+    "--set schedule.steps=10 schedule.seq_len=16 validation.seq_len=16 model.dim=16 model.num_heads=2 "
+    "model.num_layers=1"
 )
 # What reads each kind of file, a wrong type and a number out of range for it, and the way out that it must name.
 KINDS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], str, str]] = {
@@ -229,7 +230,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], str, str]] = {
     ),
     "record/recipe-A.json": (
         "verify record", {"model": 3}, "at model: Expected `object`, got `int`",
-        {"validation": {"rows": 0}}, "at validation.rows: Expected `int` >= 1", "Restore it from a copy, or",
+        {"validation": {"seq_len": 0}}, "at validation.seq_len: Expected `int` >= 1", "Restore it from a copy, or",
     ),
     "ablation/ablation.json": (
         ABLATION, {"variants": 3}, "at variants: Expected `array`, got `int`",
@@ -416,6 +417,8 @@ def test_a_resume_that_is_refused_touches_nothing(
 
 def test_a_written_file_is_read_back(tmp_path: Path) -> None:
     recipe = get_recipe("interleaved", "pocket")
-    files.write_json(tmp_path / "recipe.json", {"name": "x", "track": "pocket", "about": "", "model": {"layers": 5}})
+    files.write_json(
+        tmp_path / "recipe.json", {"name": "x", "track": "pocket", "about": "", "model": {"num_layers": 5}}
+    )
     read = files.read_json(tmp_path / "recipe.json", type(recipe), "")
-    assert (read.model.layers, read.optim.lr) == (5, type(recipe.optim)().lr)
+    assert (read.model.num_layers, read.optim.lr) == (5, type(recipe.optim)().lr)

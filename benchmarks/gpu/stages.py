@@ -56,7 +56,7 @@ class Case:
         """Rows and length of what one of eight GPUs has at once; a small GPU has a row."""
         v = self.whole.validation
         rows = 1 if self.recipe in PRESETS else -(-self.stage.batch_size // GPUS)
-        return (rows, self.stage.seq_len) if self.training else (v.rows, v.length)
+        return (rows, self.stage.seq_len) if self.training else (v.batch_size, v.seq_len)
 
     def key(self, kernels: str) -> dict[str, Any]:
         """By which the package finds the numbers."""
@@ -82,7 +82,7 @@ def lower_stage(case: Case, attention: Backend) -> list[Lowered]:
     """Forward and backward pass of the rows that one of eight GPUs has in this stage, or a validation's forward."""
     recipe, stage, (rows, length) = case.whole, case.stage, case.shape
     packed = recipe.loader.packing == "documents"
-    max_seqlen = recipe.loader.max_document if case.training else recipe.validation_max_document
+    max_seqlen = recipe.loader.max_doc_len if case.training else recipe.validation_max_doc_len
     with FakeTensorMode(allow_non_fake_inputs=True):
         with torch.device("cuda:0"):
             model = GPT(recipe.model, length, attention)
@@ -100,7 +100,7 @@ def lower_stage(case: Case, attention: Backend) -> list[Lowered]:
 
 def lower_loss(tokens: int) -> list[Lowered]:
     """From the bfloat16 logits of 16,384 positions to the loss of the next `tokens` tokens, and to their gradient."""
-    config = replace(get_recipe("interleaved", "short").model, fp8_head=False)
+    config = replace(get_recipe("interleaved", "short").model.head, fp8=False)
 
     def loss(z_NV: Tensor, targets_BT: Tensor, weights_M: Tensor) -> Tensor:
         return surprise(softcap(z_NV.float(), config), targets_ahead(targets_BT, tokens), weights_M, config)

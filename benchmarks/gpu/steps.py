@@ -101,13 +101,13 @@ def made_up(recipe: Recipe, stage: Stage) -> Batch:
     ids = torch.zeros(stage.batch_size, stage.seq_len, dtype=torch.long)
     packed = recipe.loader.packing == "documents"
     starts = np.arange(DOCUMENTS) * (stage.seq_len // DOCUMENTS)
-    return Batch(ids, ids.clone(), (starts,) * stage.batch_size if packed else None, {}, recipe.loader.max_document)
+    return Batch(ids, ids.clone(), (starts,) * stage.batch_size if packed else None, {}, recipe.loader.max_doc_len)
 
 
 def made_up_trainer(recipe: Recipe, backend: Backend) -> Trainer:
     device, why = torch.device("cuda:0"), "made up"
     machine = Machine(device, why, torch.bfloat16, why, 1, why, backend, why)
-    tokens: Any = SimpleNamespace(vocab_size=recipe.model.vocab)
+    tokens: Any = SimpleNamespace(vocab_size=recipe.model.vocab_size)
     folder, progress = NullRunFolder(Path("nowhere")), Progress(recipe.schedule.total, quiet=True)
     uncompiled = patch("speedrun.training.step.compiled", lambda model, *_: (model, None))
     with device, uncompiled, patch.object(GPT, "to", lambda model, _: model):  # fake tensors cannot be moved

@@ -268,7 +268,7 @@ def race(
 
 
 def _dotted(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """{"model": {"layers": 3}} as {"model.layers": 3}."""
+    """{"model": {"num_layers": 3}} as {"model.num_layers": 3}."""
     found: dict[str, Any] = {}
     for name, value in changes.items():
         inner = value if isinstance(value, Mapping) else {}

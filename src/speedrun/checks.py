@@ -1,11 +1,11 @@
 """What values a config field may have: said in its annotation, checked in one place.
 
     layers: Annotated[int, Meta(ge=1)] = 3
-    softcap: Literal["none", "tanh"] = "none"
+    softcap: Literal["tanh", "isru"] | None = None
 
-`check_fields(self, "model.")` in `__post_init__` refuses anything else, by its dotted name, and `check_options(given)`
-refuses options of a command. The same annotations are checked by msgspec when a stored file is read
-(`speedrun.files.read_json`).
+`check_fields(self, "model.")` in `__post_init__` refuses anything else, by its dotted name, also in the dataclasses
+inside, and `check_options(given)` refuses options of a command. The same annotations are checked by msgspec when a
+stored file is read (`speedrun.files.read_json`).
 """
 
 import dataclasses
@@ -31,7 +31,11 @@ def check_fields(config: Any, prefix: str) -> None:
     """Raise UserError for the first field whose type, word or range is not what its annotation says."""
     kind: Any = type(config)
     for name, hint in _hints(kind).items():
-        _check(f"{prefix}{name}", getattr(config, name), hint)
+        value = getattr(config, name)
+        if dataclasses.is_dataclass(value):
+            check_fields(value, f"{prefix}{name}.")
+        else:
+            _check(prefix + name, value, hint, " or None" * (NoneType in get_args(hint)))
 
 
 def check_options(given: Any) -> None:
@@ -45,10 +49,11 @@ def check_options(given: Any) -> None:
             _check(f"--{name.replace('_', '-')}", getattr(given, name), hint)
 
 
-def _check(called: str, value: Any, hint: Any) -> None:
+def _check(called: str, value: Any, hint: Any, otherwise: str = "") -> None:
     problem = _problem(value, hint)
     if problem:
-        raise UserError(f"{called} is {value!r}; {requirement(_bare(hint), value) or problem}.")
+        required = requirement(_bare(hint), value)
+        raise UserError(f"{called} is {value!r}; {required + otherwise if required else problem}.")
     floats = [x for x in (value if isinstance(value, tuple) else (value,)) if isinstance(x, float)]
     if not all(map(math.isfinite, floats)):
         raise UserError(f"{called} is {value!r}; it must be finite.")
@@ -88,6 +93,8 @@ def requirement(hint: Any, value: Any) -> str:
         return requirement(each, worst).replace("it must", "every value must", 1)
     if get_origin(hint) is not Annotated:
         return ""
+    if isinstance(value, tuple):
+        return requirement(hint.__origin__, value) if value else "it must have a value"
     if hint.__origin__ is int and type(value) is not int:
         return "it must be a whole number"
     m = next(m for m in hint.__metadata__ if isinstance(m, Meta))

@@ -77,14 +77,14 @@ def sections(
 ) -> Iterator[tuple[str, list[Line]]]:
     yield "Attention and 8-bit head against plain versions, relative errors", parity(recipe, machine)
     with tempfile.TemporaryDirectory() as folder:
-        tokens = TokenFolder("made up", "", min(recipe.model.vocab, 2**16), 0, {}, path=Path(folder))
+        tokens = TokenFolder("made up", "", min(recipe.model.vocab_size, 2**16), 0, {}, path=Path(folder))
         nowhere = NullRunFolder(Path(folder))
         quiet = Progress(recipe.schedule.total, quiet=True)
         trainer = Trainer(Job(recipe, tokens, machine, options, nowhere, quiet, comm))
         for stage in kinds_of_steps(recipe):
             yield f"Step {stage.step}, {stage.batch_size} x {stage.seq_len} tokens", step_lines(trainer, stage, steps)
         v = recipe.validation
-        yield f"Validation, {v.rows} x {v.length} tokens", validation_lines(trainer)
+        yield f"Validation, {v.batch_size} x {v.seq_len} tokens", validation_lines(trainer)
         if comm.size > 1:
             yield "Order of transfers", order_lines(trainer)
 
@@ -109,9 +109,9 @@ def section(title: str, lines: list[Line]) -> str:
 
 
 def parity(recipe: Recipe, machine: Machine) -> list[Line]:
-    found = attention_errors(machine.attention, machine, recipe.model.head_dim, recipe.model.attention_scale or None)
+    found = attention_errors(machine.attention, machine, recipe.model.head_dim, recipe.model.attention.scale)
     lines = [judged(f"attention by {machine.attention}, {what}", e, ATTENTION_LIMIT) for what, e in found]
-    if recipe.model.fp8_head:
+    if recipe.model.head.fp8:
         lines += [judged(f"8-bit head, {what}", e, FP8_LIMIT) for what, e in fp8_errors(recipe, machine)]
     return lines
 
@@ -148,12 +148,12 @@ def attention_errors(
 def fp8_errors(recipe: Recipe, machine: Machine, rows: int = 2048) -> Iterator[tuple[str, float]]:
     """Product and gradients at the recipe's width, vocabulary and scales, for numbers as large as in training."""
     c, generator = recipe.model, torch.Generator().manual_seed(SEED)
-    x = torch.randn(rows, c.width, generator=generator).to(machine.device, torch.bfloat16)  # of norm sqrt(width)
-    w = (0.005 * torch.randn(c.vocab, c.width, generator=generator)).to(machine.device)
-    g = torch.softmax(torch.randn(rows, c.vocab, generator=generator), -1).to(machine.device, torch.bfloat16)
+    x = torch.randn(rows, c.dim, generator=generator).to(machine.device, torch.bfloat16)  # of norm sqrt(width)
+    w = (0.005 * torch.randn(c.vocab_size, c.dim, generator=generator)).to(machine.device)
+    g = torch.softmax(torch.randn(rows, c.vocab_size, generator=generator), -1).to(machine.device, torch.bfloat16)
     x.requires_grad_()
     w.requires_grad_()
-    out = fp8_linear(x, w, *c.fp8_scales)
+    out = fp8_linear(x, w, *c.head.fp8_scales)
     found = [out.detach(), *torch.autograd.grad(out, (x, w), g)]
     x64, w64, g64 = (t.detach().float() for t in (x, w, g))
     for what, ours, plain in zip(
@@ -197,7 +197,7 @@ def step_lines(trainer: Trainer, stage: Stage, steps: int) -> list[Line]:
     waited = ", ".join(f"{n} x {name}" for name, n in syncs.items()) or "none"
 
     rows = -(-stage.batch_size // trainer.comm.size)
-    at_once = min(trainer.micro_rows or trainer.fitting.get(stage.shape, rows), rows)
+    at_once = min(trainer.micro_batch_size or trainer.fitting.get(stage.shape, rows), rows)
     passes = math.ceil(rows / at_once)
     graph = compiled_graph(recipe, stage, trainer.job.machine.kernels) if trainer.job.options.compile else None
     kernels, waits, held, moved, rate = UNKNOWN, UNKNOWN, UNKNOWN, 0.0, ""
@@ -238,7 +238,7 @@ def validation_lines(trainer: Trainer) -> list[Line]:
     recipe, device = trainer.recipe, trainer.device
     v, stage = recipe.validation, recipe.schedule.after(recipe.schedule.total)
     trainer.model.apply_yarn(stage.window_history)
-    batch = made_up(trainer.job, v.rows, v.length, torch.Generator().manual_seed(SEED))
+    batch = made_up(trainer.job, v.batch_size, v.seq_len, torch.Generator().manual_seed(SEED))
     took = []
     reset_peak(device)
     for _ in range(2):

@@ -98,7 +98,8 @@ class WithBigrams(stages.Case):
     @property
     def whole(self):
         recipe = super().whole
-        return replace(recipe, model=replace(recipe.model, bigram_rows=15 * 50304, bigram_width=192))
+        embeddings = replace(recipe.model.embeddings, bigram_vocab_size=15 * 50304, bigram_dim=192)
+        return replace(recipe, model=replace(recipe.model, embeddings=embeddings))
 
 stages.install_stand_in()
 for graph in stages.lower_stage(WithBigrams("interleaved", "short", 0), "fa3"):

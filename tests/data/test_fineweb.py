@@ -29,7 +29,7 @@ from speedrun.training.config import Options
 from speedrun.training.runlog import RunData
 
 ONE, TWO = fineweb.train_name(1), fineweb.train_name(2)
-DISCARD = LoaderConfig("documents", "sequential", "discard", 2048)
+DISCARD = LoaderConfig("documents", None, "discard", 2048)
 
 
 @pytest.fixture
@@ -396,10 +396,10 @@ def test_only_one_fetches_at_a_time(far: Hub, folder: Path) -> None:
 )  # fmt: skip
 def test_chunks_of_the_recipes(name: str, track: str, chunks: int) -> None:
     recipe = get_recipe(name, track)
-    assert fineweb.chunks_needed(recipe.schedule.tokens, recipe.schedule.length, recipe.loader) == chunks
+    assert fineweb.chunks_needed(recipe.schedule.tokens, recipe.schedule.seq_len, recipe.loader) == chunks
 
 
-@pytest.mark.parametrize("loader", [LoaderConfig(order="sequential"), DISCARD])
+@pytest.mark.parametrize("loader", [LoaderConfig(shuffle=None), DISCARD])
 def test_too_few_tokens_are_told_with_both_numbers(
     far: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch, loader: LoaderConfig
 ) -> None:

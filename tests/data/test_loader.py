@@ -46,7 +46,7 @@ class PlainLoader:
     def documents(self) -> list[list[int]]:
         """Of the current shard, in the current epoch's order."""
         index = self.shard
-        if self.config.order == "shuffle":
+        if self.config.shuffle == "documents":
             index = order_of(self.seed, self.epoch, len(self.shards), len(self.shards))[self.shard]
         documents: list[list[int]] = []
         for token in self.shards[index]:
@@ -55,7 +55,7 @@ class PlainLoader:
             documents[-1].append(token)
         if self.discard and documents and documents[0][0] != BOS:
             documents = documents[1:]
-        if self.config.order == "shuffle":
+        if self.config.shuffle == "documents":
             documents = [documents[i] for i in order_of(self.seed, self.epoch, index, len(documents))]
         return documents
 
@@ -70,7 +70,7 @@ class PlainLoader:
                 if place == len(documents):
                     return None
                 starts.append(len(taken))
-                taken += documents[place][: self.config.max_document][: length + 1 - len(taken)]
+                taken += documents[place][: self.config.max_doc_len][: length + 1 - len(taken)]
                 place += 1
             self.position = place
             return taken[:-1], taken[1:], [start for start in starts if start < length]
@@ -81,7 +81,7 @@ class PlainLoader:
         self.position += length
         starts = [0]
         for offset in range(1, length):
-            if part[offset][0] != part[offset - 1][0] or offset - starts[-1] == self.config.max_document:
+            if part[offset][0] != part[offset - 1][0] or offset - starts[-1] == self.config.max_doc_len:
                 starts.append(offset)
         tokens = [token for _, token in part]
         return tokens[:-1], tokens[1:], starts
@@ -128,9 +128,9 @@ def quiet(line: str) -> None:
 configs = st.builds(
     LoaderConfig,
     packing=st.sampled_from(["stream", "documents"]),
-    order=st.sampled_from(["shuffle", "sequential"]),
+    shuffle=st.sampled_from(["documents", None]),
     tail=st.sampled_from(["split", "discard"]),
-    max_document=st.integers(1, 9),
+    max_doc_len=st.integers(1, 9),
 )
 token_lists = st.lists(st.lists(st.sampled_from([BOS, *range(VOCAB)]), max_size=60).map(tuple), min_size=1, max_size=3)
 sizes = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 12)), min_size=1, max_size=5)
@@ -224,7 +224,7 @@ def test_shares_and_restored_states_give_the_same_rows(
 def test_a_discarding_loader_by_hand(make_shards: Callable[..., list[Path]]) -> None:
     # documents:      (skipped)  A              B        C  D
     paths = make_shards([[9, 9, 0, 1, 2, 3, 4, 5, 0, 6, 7, 0, 0, 8, 8, 8]])
-    config = LoaderConfig("documents", "sequential", "discard", max_document=4)
+    config = LoaderConfig("documents", None, "discard", max_doc_len=4)
     loader = Loader(paths, config, bos=0, vocab_size=10, seed=0, notice=quiet)
     first = loader.next(1, 5)
     # A is cut to 4 tokens; of B 2 complete the 6 tokens of the row, the second only as a target.
@@ -246,7 +246,7 @@ def test_a_discarding_loader_by_hand(make_shards: Callable[..., list[Path]]) -> 
 
 def test_a_document_that_is_only_a_target_has_no_start(make_shards: Callable[..., list[Path]]) -> None:
     paths = make_shards([[0, 1, 2, 0, 3, 3, 3]])
-    loader = Loader(paths, LoaderConfig("documents", "sequential", "discard"), bos=0, vocab_size=10, seed=0)
+    loader = Loader(paths, LoaderConfig("documents", None, "discard"), bos=0, vocab_size=10, seed=0)
     batch = loader.next(1, 3)
     assert batch.targets.tolist() == [[1, 2, 0]]
     assert [s.tolist() for s in batch.doc_starts or ()] == [[0]]
@@ -254,7 +254,7 @@ def test_a_document_that_is_only_a_target_has_no_start(make_shards: Callable[...
 
 def test_long_documents_are_split_into_pieces(make_shards: Callable[..., list[Path]]) -> None:
     paths = make_shards([[0, 1, 1, 1, 1, 1, 1, 0, 2, 2, 2, 2, 2]])
-    loader = Loader(paths, LoaderConfig("documents", "sequential", "split", 3), bos=0, vocab_size=9, seed=0)
+    loader = Loader(paths, LoaderConfig("documents", None, "split", 3), bos=0, vocab_size=9, seed=0)
     batch = loader.next(2, 6)
     assert batch.inputs.tolist() == [[0, 1, 1, 1, 1, 1], [1, 0, 2, 2, 2, 2]]
     assert [s.tolist() for s in batch.doc_starts or ()] == [[0, 3], [0, 1, 4]]
@@ -293,7 +293,7 @@ def test_an_epoch_ends_with_one_line_and_another_order(make_shards: Callable[...
 
 def test_a_batch_may_take_rows_of_two_shards(make_shards: Callable[..., list[Path]]) -> None:
     paths = make_shards([[0, 1, 1, 1, 1], [0, 2, 2, 2, 2]])
-    loader = open_loader(paths, LoaderConfig("documents", "sequential"))
+    loader = open_loader(paths, LoaderConfig("documents", None))
     assert loader.next(3, 2).inputs.tolist() == [[0, 1], [1, 1], [0, 2]]
 
 
@@ -305,7 +305,7 @@ def test_seeds_differ_and_repeat(make_shards: Callable[..., list[Path]]) -> None
 
 
 def test_inputs_and_targets_are_separate_memory(make_shards: Callable[..., list[Path]]) -> None:
-    loader = open_loader(make_shards([[0, 1, 2, 3, 4, 5]]), LoaderConfig(order="sequential"))
+    loader = open_loader(make_shards([[0, 1, 2, 3, 4, 5]]), LoaderConfig(shuffle=None))
     batch = loader.next(1, 4)
     batch.targets.fill_(-1)
     assert batch.inputs.tolist() == [[0, 1, 2, 3]]
@@ -324,8 +324,8 @@ def test_rows_longer_than_any_shard_are_an_error_not_a_hang(make_shards: Callabl
 
 def test_wrong_values_are_told(make_shards: Callable[..., list[Path]], tmp_path: Path) -> None:
     paths = make_shards([[0, 1, 2, 3, 7]])
-    with pytest.raises(UserError, match="max_document is 0"):
-        LoaderConfig(max_document=0)
+    with pytest.raises(UserError, match="max_doc_len is 0"):
+        LoaderConfig(max_doc_len=0)
     with pytest.raises(UserError, match="packing is 'rows'"):
         LoaderConfig(packing="rows")  # type: ignore[arg-type]
     with pytest.raises(UserError, match="no shards"):
@@ -347,8 +347,8 @@ def test_shuffled_rows_are_the_rows_of_the_shuffled_documents_in_another_order(
     tokens = rng.integers(1, VOCAB, size=4_000)
     tokens[np.unique(rng.integers(0, 4_000, size=80))] = 0
     paths = make_shards([tokens.tolist()])
-    plain = open_loader(paths, LoaderConfig(packing=packing, order="shuffle", max_document=7))
-    dealt = open_loader(paths, LoaderConfig(packing=packing, order="rows", max_document=7))
+    plain = open_loader(paths, LoaderConfig(packing=packing, shuffle="documents", max_doc_len=7))
+    dealt = open_loader(paths, LoaderConfig(packing=packing, shuffle="sequences", max_doc_len=7))
     count = (len(tokens) - 1) // 10
 
     def everything(loader: Loader) -> list[tuple[object, ...]]:
@@ -372,7 +372,7 @@ def test_shuffled_rows_are_the_rows_of_the_shuffled_documents_in_another_order(
 
 def test_shuffled_rows_continue_from_a_saved_place(make_shards: Callable[..., list[Path]]) -> None:
     tokens = [0 if i % 37 == 0 else 1 + i * i % 5 for i in range(500)]
-    config = LoaderConfig(order="rows")
+    config = LoaderConfig(shuffle="sequences")
     whole = open_loader(make_shards([tokens, tokens[::-1]]), config)
     rows = [rows_of(whole.next(4, 12)) for _ in range(60)]  # several epochs
     other = open_loader(whole.shards, config)

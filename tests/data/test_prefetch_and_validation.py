@@ -121,7 +121,7 @@ def test_every_token_after_the_first_is_predicted_once(
         write_shard(path, np.array(stream, dtype=np.uint16))
     line = [token for stream in streams for token in stream]
     limit = data.draw(st.none() | st.integers(1, max(1, len(line))))
-    max_document = data.draw(st.none() | st.integers(1, 10))  # None: separators and row starts alone
+    max_doc_len = data.draw(st.none() | st.integers(1, 10))  # None: separators and row starts alone
     batches = validation_batches(
         paths,
         batch_size=rows,
@@ -129,7 +129,7 @@ def test_every_token_after_the_first_is_predicted_once(
         bos=0,
         vocab_size=6,
         packing="documents",
-        max_document=max_document,
+        max_doc_len=max_doc_len,
         tokens=limit,
     )
     if len(line) < 2 or (limit or 1) > len(line) - 1:
@@ -147,7 +147,7 @@ def test_every_token_after_the_first_is_predicted_once(
             for offset in range(1, length):
                 padded = targets[offset] == -1
                 begins = targets[offset - 1] != -1 if padded else inputs[offset] == 0
-                if begins or offset - expected[-1] == max_document:
+                if begins or offset - expected[-1] == max_doc_len:
                     expected.append(offset)
             assert starts.tolist() == expected
 
@@ -155,7 +155,7 @@ def test_every_token_after_the_first_is_predicted_once(
 def test_stream_packing_has_no_starts(tmp_path: Path) -> None:
     write_shard(tmp_path / "val_000000.bin", np.array([0, 1, 2, 0, 3]))
     (batch,) = validation_batches(
-        [tmp_path / "val_000000.bin"], batch_size=2, seq_len=3, bos=0, vocab_size=6, packing="stream", max_document=9
+        [tmp_path / "val_000000.bin"], batch_size=2, seq_len=3, bos=0, vocab_size=6, packing="stream", max_doc_len=9
     )
     assert batch.doc_starts is None
     assert batch.inputs.tolist() == [[0, 1, 2], [0, 0, 0]]
@@ -173,7 +173,7 @@ def test_a_validation_longer_than_the_split_is_told(tmp_path: Path) -> None:
                 bos=0,
                 vocab_size=6,
                 packing="stream",
-                max_document=9,
+                max_doc_len=9,
                 tokens=3,
             )
         )

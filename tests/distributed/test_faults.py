@@ -280,7 +280,7 @@ def test_what_is_asked_for_must_be_there() -> None:
         choose_backend("nccl", cpu)
     with pytest.raises(UserError, match="--backend is 'mpi'"):
         choose_backend("mpi", cpu)
-    recipe = with_fields(get_recipe("adamw", "pocket"), {"schedule.rows": 3})
+    recipe = with_fields(get_recipe("adamw", "pocket"), {"schedule.batch_size": 3})
     check_ranks(recipe, 3)
     with pytest.raises(UserError, match="There are 4 ranks, but a step has only 3 rows"):
         check_ranks(recipe, 4)

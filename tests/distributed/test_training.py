@@ -89,9 +89,9 @@ def speedrun(*args: str, processes: int = 1, cwd: Path) -> subprocess.CompletedP
 
 
 FLAGS = (
-    "--recipe", "adamw", "--compile", "False", "--threads", "1", "--schedule.steps", "12", "--schedule.rows", "5",
-    "--schedule.length", "16", "--validation.length", "16", "--validation.rows", "4", "--validation.every", "6",
-    "--model.width", "32", "--model.layers", "1", "--model.heads", "2", "--sample", "False", "--keep", "9",
+    "--recipe", "adamw", "--compile", "False", "--threads", "1", "--schedule.steps", "12", "--schedule.batch-size", "5",
+    "--schedule.seq-len", "16", "--validation.seq-len", "16", "--validation.batch-size", "4", "--validation.every", "6",
+    "--model.dim", "32", "--model.num-layers", "1", "--model.num-heads", "2", "--sample", "False", "--keep", "9",
 )  # fmt: skip
 
 

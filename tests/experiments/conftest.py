@@ -20,8 +20,8 @@ from tests.conftest import make_token_folder
 cache_dir()  # sets TORCHINDUCTOR_CACHE_DIR, which torch would otherwise set during the first run of a race
 
 SMALL = (
-    "model.layers=1 model.width=32 model.heads=2 optim.lr=0.01 schedule.rows=2 schedule.length=32 "
-    "validation.length=32 validation.rows=8 validation.every=50"
+    "model.num_layers=1 model.dim=32 model.num_heads=2 optim.lr=0.01 schedule.batch_size=2 schedule.seq_len=32 "
+    "validation.seq_len=32 validation.batch_size=8 validation.every=50"
 )
 SETTINGS = ["--recipe", "adamw", "--target", "9", "--threads", "1", "--compile", "False"]
 Speedrun = Callable[..., tuple[int, str, str]]

@@ -73,7 +73,7 @@ def test_the_default_recipe_has_what_its_page_promises() -> None:
 def test_pairs_are_turned_off_together() -> None:
     recipe = get_recipe("normuon", "pocket")
     both = variants(recipe, AblationArgs(pairs=("smear+skips",)))["smear+skips"]
-    assert (both.model.smear, both.model.skips) == (False, ())
+    assert (both.model.embeddings.smear, both.model.residual.skips) == (False, ())
 
 
 # -------------------------------------------------------------------- statistics
@@ -231,7 +231,7 @@ def test_jobs_share_the_cores(held_out: TokenFolder, speedrun: Speedrun, monkeyp
     [
         ("--nproc 0", "--nproc is 0; it must be at least 1."),
         ("--nproc 3", "There are 3 ranks, but a step has only 2 rows to deal out; start at most 2"),
-        ("--set schedule.steps=20 model.fp8_head=True schedule.rows=4096", "rounds to zero in 8-bit floats"),
+        ("--set schedule.steps=20 model.head.fp8=True schedule.batch_size=4096", "rounds to zero in 8-bit floats"),
         ("--jobs 0", "--jobs is 0; it must be at least 1."),
         ("--switches qk-nrom", "There is no switch 'qk-nrom'. Did you mean 'qk-norm'?"),
         ("--switches smear", "Recipe 'adamw' does not use 'smear'; it has"),

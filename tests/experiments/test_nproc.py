@@ -181,8 +181,8 @@ def test_a_sweep_hands_it_to_its_trials_and_skips_candidates_that_cannot_run(
 
     monkeypatch.setattr(SweepRunner, "execute", execute)
     line = ["sweep", "--recipe", "adamw", "--data", str(held_out.path), "--nproc", "2", "--method", "grid"]
-    fields = [*SMALL.split(), "model.fp8_head=True"]
-    code, out, _ = speedrun(*line, "--fix", *fields, "--vary", "schedule.rows=1,4,4096")
+    fields = [*SMALL.split(), "model.head.fp8=True"]
+    code, out, _ = speedrun(*line, "--fix", *fields, "--vary", "schedule.batch_size=1,4,4096")
     assert code == 0
     assert trials == [2]
     assert "skipped" in out

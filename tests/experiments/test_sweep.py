@@ -23,8 +23,8 @@ from speedrun.training.runlog import read_result
 from tests.conftest import make_token_folder
 
 TINY = shlex.split(
-    "--recipe adamw --fix model.layers=1 model.width=32 model.heads=2 schedule.steps=4 schedule.rows=2 "
-    "schedule.length=32 validation.length=32 validation.rows=4 --threads 1"
+    "--recipe adamw --fix model.num_layers=1 model.dim=32 model.num_heads=2 schedule.steps=4 schedule.batch_size=2 "
+    "schedule.seq_len=32 validation.seq_len=32 validation.batch_size=4 --threads 1"
 )
 RECIPE = get_recipe("adamw", "pocket")
 LR = RECIPE.optim.lr
@@ -88,7 +88,7 @@ def pretend(
 
 def test_a_grid_goes_on_past_candidates_that_fail(sweep: Sweep) -> None:
     """Heads that do not fit are never started; a rate that makes the loss NaN leaves a row without a loss."""
-    code, out, _ = sweep("--method grid --vary optim.lr=0.01,1e30 model.heads=2,5")
+    code, out, _ = sweep("--method grid --vary optim.lr=0.01,1e30 model.num_heads=2,5")
     assert code == 0
     good, bad = rows()
     assert good["fields"]["optim.lr"] == 0.01
@@ -162,7 +162,7 @@ def test_the_shadow_split_is_never_opened(sweep: Sweep, tmp_path: Path) -> None:
 
 def test_a_candidate_that_only_the_run_refuses_does_not_end_the_sweep(sweep: Sweep) -> None:
     """The training tokens make no row of that length, which only opening them shows."""
-    code, _, _ = sweep("--method grid --vary schedule.length=20000,16")
+    code, _, _ = sweep("--method grid --vary schedule.seq_len=20000,16")
     assert code == 0
     refused, good = rows()
     assert refused["status"].startswith("no result: No row of 20000 tokens can be made")
@@ -268,12 +268,12 @@ def test_ranges_become_values_of_the_field_s_type() -> None:
     draws = [rate.sample(rng) for _ in range(200)]
     assert all(0.001 <= x <= 0.1 for x in draws)
     assert 0.3 < sum(x < 0.01 for x in draws) / 200 < 0.7  # as many below as above, in the logarithm
-    rows_ = Range.parse("schedule.rows=2..4", RECIPE)
+    rows_ = Range.parse("schedule.batch_size=2..4", RECIPE)
     assert rows_.grid_values() == [2, 3, 4]
     assert {rows_.sample(rng) for _ in range(50)} == {2, 3, 4}
-    assert Range.parse("model.tied=true,False", RECIPE).choices == [True, False]
+    assert Range.parse("model.head.tied=true,False", RECIPE).choices == [True, False]
     assert Range.parse("model.activation=gelu,relu2", RECIPE).choices == ["gelu", "relu2"]
-    assert Range.parse("schedule.floor=0,1", RECIPE).choices == [0.0, 1.0]
+    assert Range.parse("schedule.min_lr_ratio=0,1", RECIPE).choices == [0.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_ranges_become_values_of_the_field_s_type() -> None:
         ("--vary optim.lr=1..2:lin", "'optim.lr=1..2:lin' is no range"),
         ("--vary optim.lr=a..b", "'optim.lr=a..b' is no range; write optim.lr=low..high"),
         ("--vary optim.lr=1..inf", "'optim.lr=1..inf' is no range"),
-        ("--vary model.tied=0..1", "model.tied is no number"),
+        ("--vary model.head.tied=0..1", "model.head.tied is no number"),
         ("--fix optim.lr=1..2", "does not fix a value; write optim.lr=value"),
         ("--fix optim.lr=1,2", "does not fix a value; write optim.lr=value"),
         ("--fix optim.lr=-1", "optim.lr is -1.0"),

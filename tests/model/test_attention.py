@@ -28,6 +28,7 @@ from speedrun.model.attention import (
     takes_cu_seqlens,
     try_out,
 )
+from speedrun.model.config import AttentionConfig, InitConfig
 from speedrun.model.flash import cu_seqlens_of, row_cu_seqlens
 from speedrun.model.gpt import GPT, GPTConfig, Windows
 from tests.model.kernels import Kernels
@@ -227,7 +228,15 @@ def test_edges_are_where_documents_begin_in_rows_laid_end_to_end() -> None:
 
 # -------------------------------------------------------------------------------------------- in a model
 
-MODEL = GPTConfig(vocab=61, layers=3, width=32, heads=2, long_layers=(0, 2), zero_init=False, no_attention=(1,))
+MODEL = GPTConfig(
+    vocab_size=61,
+    num_layers=3,
+    dim=32,
+    num_heads=2,
+    no_attention=(1,),
+    attention=AttentionConfig(long_layers=(0, 2)),
+    init=InitConfig(zero_init=False),
+)
 
 
 def batch(B: int, T: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,6 +1,5 @@
 """The bigram hash embedding against a reference that is written token by token, in float64."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,22 +8,24 @@ import torch
 from torch import Tensor
 
 from speedrun.errors import UserError
+from speedrun.model.config import EmbeddingConfig, ResidualConfig
 from speedrun.model.gpt import BIGRAM_SIGNS, GPT, Documents, GPTConfig, count_parameters
+from speedrun.training.config import with_fields
 from speedrun.training.optimizers import OptimConfig, Part, build_optimizer
 
 LAYERS = 3
 ROWS, WIDTH, NARROW = 50, 16, 12
 # The residual stream alone: nothing but embeddings is added to it.
 CONFIG = GPTConfig(
-    vocab=4096, layers=LAYERS, width=WIDTH, heads=2, no_attention=(0, 1, 2), no_mlp=(0, 1, 2), norm_eps=1e-6,
-    residual_lambdas=1.1, bigram_rows=ROWS, bigram_width=NARROW,
+    vocab_size=4096, num_layers=LAYERS, dim=WIDTH, num_heads=2, no_attention=(0, 1, 2), no_mlp=(0, 1, 2), norm_eps=1e-6,
+    residual=ResidualConfig(lambdas=1.1), embeddings=EmbeddingConfig(bigram_vocab_size=ROWS, bigram_dim=NARROW),
 )  # fmt: skip
 DOCUMENTS = [[0] * 9 + [1] + [2] * 15, [0] * 25]
 
 
 def a_model(**changes: Any) -> GPT:
     torch.manual_seed(0)
-    model = GPT(replace(CONFIG, **changes), 25).double()
+    model = GPT(with_fields(CONFIG, changes), 25).double()
     gen = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for p in model.parameters():
@@ -111,9 +112,9 @@ def test_signs_are_drawn_once_for_all_seeds() -> None:
 
 def test_it_starts_as_nothing_and_draws_nothing() -> None:
     """All other weights are those of the model without it."""
-    small = GPTConfig(vocab=64, layers=2, width=32, heads=2)
+    small = GPTConfig(vocab_size=64, num_layers=2, dim=32, num_heads=2)
     models = []
-    for config in (small, replace(small, bigram_rows=ROWS, bigram_width=NARROW)):
+    for config in (small, with_fields(small, {"embeddings.bigram_vocab_size": ROWS, "embeddings.bigram_dim": NARROW})):
         torch.manual_seed(0)
         models.append(GPT(config, 8))
     without, having = (dict(model.named_parameters()) for model in models)
@@ -139,10 +140,13 @@ def test_it_has_a_rate_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"bigram_rows": 1, "bigram_width": 0}, "model.bigram_rows is 1"),
-        ({"bigram_width": 17}, "model.bigram_width is 17, but model.width only 16"),
-        ({"bigram_rows": 0}, "model.bigram_width is 12, which needs a table"),
-        ({"bigram_rows": -5}, "bigram_rows"),
+        ({"embeddings.bigram_vocab_size": 1, "embeddings.bigram_dim": 0}, "model.embeddings.bigram_vocab_size is 1"),
+        ({"embeddings.bigram_dim": 17}, "model.embeddings.bigram_dim is 17, but model.dim only 16"),
+        (
+            {"embeddings.bigram_vocab_size": None},
+            "model.embeddings.bigram_dim is 12, which needs model.embeddings.bigram_vocab_size",
+        ),
+        ({"embeddings.bigram_vocab_size": -5}, "embeddings.bigram_vocab_size is -5"),
     ],
 )
 def test_what_makes_no_sense_is_refused(changes: dict[str, int], message: str) -> None:

@@ -8,13 +8,15 @@ import torch.nn.functional as F
 
 from speedrun.errors import UserError
 from speedrun.model.attention import attend, reference_attend
+from speedrun.model.config import EmbeddingConfig, HeadConfig, InitConfig
 from speedrun.model.embeddings import lookup
 from speedrun.model.gpt import GPT, GPTConfig, count_parameters, flops_per_token
 from speedrun.model.head import loss_sum
 from speedrun.model.rotary import frequencies, rotary_tables, rotate
 from speedrun.recipes import get_recipe
+from speedrun.training.config import with_fields
 
-SMALL = GPTConfig(vocab=64, layers=2, width=32, heads=2)
+SMALL = GPTConfig(vocab_size=64, num_layers=2, dim=32, num_heads=2)
 
 
 def lively(config: GPTConfig, context: int = 32) -> GPT:
@@ -39,7 +41,7 @@ def test_the_native_gpt2_form_has_123_53_million_parameters() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_counted_parameters_are_the_real_ones(tied: bool) -> None:
-    config = GPTConfig(vocab=50, layers=3, width=24, heads=2, mlp_ratio=2.5, tied=tied)
+    config = GPTConfig(vocab_size=50, num_layers=3, dim=24, num_heads=2, mlp_ratio=2.5, head=HeadConfig(tied=tied))
     assert sum(p.numel() for p in GPT(config, 8).parameters()) == sum(count_parameters(config).values())
 
 
@@ -66,7 +68,7 @@ def test_the_loss_is_a_sum_over_counted_targets() -> None:
 
 @pytest.mark.parametrize("form", [SMALL, get_recipe("gpt2", "pocket").model])
 def test_nothing_looks_ahead(form: GPTConfig) -> None:
-    model = lively(GPTConfig(**{**form.__dict__, "vocab": 64, "width": 32, "heads": 2}))
+    model = lively(GPTConfig(**{**form.__dict__, "vocab_size": 64, "dim": 32, "num_heads": 2}))
     x = ids(1, 12)
     changed = x.clone()
     changed[0, 8] = (x[0, 8] + 1) % 64
@@ -91,8 +93,8 @@ def test_the_head_loss_is_softmax_cross_entropy_in_float32() -> None:
     targets = torch.tensor([3, -1, 49, 0, 7, -1, 8])
     logp = (x.double() @ w.double().t()).log_softmax(-1)
     expected = -sum(logp[i, t] for i, t in enumerate(targets) if t >= 0)
-    assert loss_sum(x, w, targets[None], None, SMALL).item() == pytest.approx(float(expected), rel=1e-6)
-    assert loss_sum(x.bfloat16(), w, targets[None], None, SMALL).dtype == torch.float32
+    assert loss_sum(x, w, targets[None], None, SMALL.head).item() == pytest.approx(float(expected), rel=1e-6)
+    assert loss_sum(x.bfloat16(), w, targets[None], None, SMALL.head).dtype == torch.float32
 
 
 def test_rotation_keeps_lengths_and_depends_on_distance_alone() -> None:
@@ -119,22 +121,32 @@ def test_rotation_pairs_a_channel_with_the_one_half_a_head_further() -> None:
     "change",
     [
         {"activation": "gelu"},
-        {"qk_norm": False},
-        {"embed_norm": True},
-        {"tied": True},
-        {"rotary_base": 500.0},
-        {"attention_residual": "depth"},
+        {"attention.qk_norm": False},
+        {"embeddings.norm": True},
+        {"head.tied": True},
+        {"attention.rotary_base": 500.0},
+        {"attention.residual_scale": "depth"},
     ],
 )
 def test_every_switch_acts(change: dict[str, object]) -> None:
     x = ids(2, 16)
-    plain, changed = lively(SMALL), lively(GPTConfig(**{**SMALL.__dict__, **change}))
+    plain, changed = lively(SMALL), lively(with_fields(SMALL, change))
     assert abs(plain(x, x).item() - changed(x, x).item()) > 1e-4
 
 
 def test_initial_values_are_those_of_the_config() -> None:
     torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab=512, layers=1, width=64, heads=2, embed_std=0.3, init_scale=0.5), 8)
+    model = GPT(
+        GPTConfig(
+            vocab_size=512,
+            num_layers=1,
+            dim=64,
+            num_heads=2,
+            embeddings=EmbeddingConfig(std=0.3),
+            init=InitConfig(scale=0.5),
+        ),
+        8,
+    )
     assert model.embed.std().item() == pytest.approx(0.3, rel=0.02)
     assert model.blocks[0].attention.qkv.weight.abs().max().item() == pytest.approx(0.5 / 8, rel=0.01)
     assert not model.blocks[0].mlp.down.weight.any()
@@ -147,18 +159,18 @@ def test_initial_values_are_those_of_the_config() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"heads": 5}, "width 192 does not split into 5 heads"),
-        ({"layers": 0}, "layers is 0"),
+        ({"num_heads": 5}, "model.dim 192 does not split into 5 heads"),
+        ({"num_layers": 0}, "model.num_layers is 0"),
         ({"mlp_ratio": 0.0}, "mlp_ratio is 0.0"),
-        ({"rotary_base": 1.0}, "rotary_base is 1.0"),
-        ({"embed_std": -1.0}, "embed_std is -1.0; it must be at least 0"),
-        ({"embed_std": math.inf}, "embed_std is inf; it must be finite"),
-        ({"layers": 1.5}, "layers is 1.5; it must be a whole number"),
+        ({"attention.rotary_base": 1.0}, "model.attention.rotary_base is 1.0"),
+        ({"embeddings.std": -1.0}, "model.embeddings.std is -1.0; it must be above 0 or None"),
+        ({"embeddings.std": math.inf}, "model.embeddings.std is inf; it must be finite"),
+        ({"num_layers": 1.5}, "model.num_layers is 1.5; it must be a whole number"),
     ],
 )
 def test_impossible_shapes_are_refused_with_a_way_out(change: dict[str, object], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        GPTConfig(**change)  # type: ignore[arg-type]
+        with_fields(GPTConfig(), change)
 
 
 def test_bf16_activations_stay_close_to_float32() -> None:
@@ -185,7 +197,7 @@ def test_compiled_gradients_have_the_same_bits_every_time_with_two_threads(tied:
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        model = lively(GPTConfig(vocab=512, layers=1, width=64, heads=2, tied=tied), 64)
+        model = lively(GPTConfig(vocab_size=512, num_layers=1, dim=64, num_heads=2, head=HeadConfig(tied=tied)), 64)
         loss = torch.compile(model, dynamic=False, fullgraph=True)
         x = torch.randint(3, (8, 64), generator=torch.Generator().manual_seed(0))  # every row is used many times
         seen = []

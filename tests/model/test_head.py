@@ -1,22 +1,19 @@
 """The head's losses, made piece by piece and without a search for the largest logit, against the plain definitions."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from speedrun.model import head
-from speedrun.model.gpt import GPTConfig
+from speedrun.model.config import HeadConfig
 from speedrun.model.head import logits_of, loss_sum, piece_rows, targets_ahead
 
-BASE = GPTConfig(vocab=61, layers=1, width=16, heads=2)
 CAPS = {
-    "none": BASE,
-    "tanh": replace(BASE, softcap="tanh", softcap_limit=15.0),
-    "sigmoid": replace(BASE, softcap="sigmoid", softcap_limit=30.0),
-    "isru": replace(BASE, softcap="isru", softcap_limit=15.0),
-    "beyond exp's range": replace(BASE, softcap="tanh", softcap_limit=1e4),
+    "none": HeadConfig(),
+    "tanh": HeadConfig(softcap="tanh", softcap_limit=15.0),
+    "sigmoid": HeadConfig(softcap="sigmoid", softcap_limit=30.0),
+    "isru": HeadConfig(softcap="isru", softcap_limit=15.0),
+    "beyond exp's range": HeadConfig(softcap="tanh", softcap_limit=1e4),
 }
 
 

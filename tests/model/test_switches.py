@@ -1,69 +1,87 @@
 """Every switch of the model: it acts, it stays inside a document, and its formula is the one described."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from speedrun.errors import UserError
+from speedrun.model.config import EmbeddingConfig, HeadConfig, ResidualConfig
 from speedrun.model.gpt import GPT, Documents, GPTConfig, Windows, count_parameters
 from speedrun.model.head import describe_fp8, fp8_linear, loss_sum, softcap, targets_ahead
 from speedrun.model.rotary import frequencies, rotary_tables, yarn
+from speedrun.recipes.medium_before import VALUE_LAYERS
+from speedrun.training.config import fields_of, with_fields
 
-BASE = GPTConfig(vocab=61, layers=4, width=32, heads=2, gate_inputs=6, norm_eps=1e-6)
+BASE = GPTConfig(vocab_size=61, num_layers=4, dim=32, num_heads=2, gate_inputs=6, norm_eps=1e-6)
 WINDOWS = Windows(4, 8)
 # Everything at once: what the later records are made of.
-FULL = replace(
-    BASE, tied=True, split=True, embed_norm=True, rotary="half", rotary_base=1024.0, yarn=True, attention_scale=0.1,
-    long_layers=(0, 3), no_attention=(2,), attention_gates=True, attention_lambdas=True, key_offset=True,
-    value_tables=2, value_layers=((0, 0), (1, 1), (3, 0)), value_std=0.3, value_gates=True, softcap="sigmoid",
-    softcap_limit=23.0, softcap_shift=5.0, smear=True, smear_mtp=True, residual_lambdas=1.1, x0_lambdas=True,
-    second_embedding=True, skips=((0, 2), (1, 3)), skip_gates=True, backout=1, bigram_rows=40, bigram_width=24,
+FULL = with_fields(
+    BASE,
+    {
+        "head.tied": True, "head.untie": True, "embeddings.norm": True, "attention.rotary": "half",
+        "attention.rotary_base": 1024.0, "attention.yarn": True, "attention.scale": 0.1,
+        "attention.long_layers": (0, 3), "no_attention": (2,), "attention.gates": True, "attention.lambdas": True,
+        "attention.key_offset": True, "embeddings.value_layers": ((0, 0), (1, 1), (3, 0)),
+        "embeddings.value_std": 0.3, "embeddings.value_gates": True, "head.softcap": "sigmoid",
+        "head.softcap_limit": 23.0, "head.softcap_shift": 5.0, "embeddings.smear": True, "head.smear_mtp": True,
+        "residual.lambdas": 1.1, "residual.x0_lambdas": True, "embeddings.second": True,
+        "residual.skips": ((0, 2), (1, 3)), "residual.skip_gates": True, "residual.backout": 1,
+        "embeddings.bigram_vocab_size": 40, "embeddings.bigram_dim": 24,
+    },
 )  # fmt: skip
 
 SWITCHES = {
     "activation": ({"activation": "gelu"}, BASE),
-    "qk_norm": ({"qk_norm": False}, BASE),
-    "attention_norm": ({"attention_norm": False}, BASE),
-    "value_norm": ({"value_norm": True}, BASE),
-    "attention_scale": ({"attention_scale": 0.1}, BASE),
-    "attention_residual": ({"attention_residual": "depth"}, BASE),
-    "rotary": ({"rotary": "half"}, BASE),
-    "rotary_base": ({"rotary_base": 50.0}, BASE),
-    "long_layers": ({"long_layers": (1,)}, BASE),
+    "qk_norm": ({"attention.qk_norm": False}, BASE),
+    "attention_norm": ({"attention.norm": False}, BASE),
+    "value_norm": ({"attention.value_norm": True}, BASE),
+    "attention_scale": ({"attention.scale": 0.1}, BASE),
+    "attention_residual": ({"attention.residual_scale": "depth"}, BASE),
+    "rotary": ({"attention.rotary": "half"}, BASE),
+    "rotary_base": ({"attention.rotary_base": 50.0}, BASE),
+    "long_layers": ({"attention.long_layers": (1,)}, BASE),
     "no_attention": ({"no_attention": (1,)}, BASE),
     "no_mlp": ({"no_mlp": (1,)}, BASE),
-    "attention_gates": ({"attention_gates": True}, BASE),
-    "attention_lambdas": ({"attention_lambdas": True}, BASE),
-    "key_offset": ({"key_offset": True}, replace(BASE, rotary="half", long_layers=(1,))),
-    "tied": ({"tied": True}, BASE),
-    "embed_norm": ({"embed_norm": True}, BASE),
-    "embed_std": ({"embed_std": 0.5}, BASE),
-    "second_embedding": ({"second_embedding": True}, replace(BASE, x0_lambdas=True)),
-    "value_tables": ({"value_tables": 1, "value_layers": ((1, 0),)}, BASE),
-    "value_std": ({"value_std": 0.5}, replace(BASE, value_tables=1, value_layers=((1, 0),))),
-    "value_gates": ({"value_gates": True}, replace(BASE, value_tables=1, value_layers=((1, 0),), value_std=1.0)),
-    "value_lambdas": ({"value_lambdas": True}, BASE),
-    "bigram_rows": ({"bigram_rows": 300}, BASE),
-    "bigram_width": ({"bigram_width": 8}, replace(BASE, bigram_rows=300)),
-    "softcap tanh": ({"softcap": "tanh"}, BASE),
-    "softcap sigmoid": ({"softcap": "sigmoid"}, BASE),
-    "softcap isru": ({"softcap": "isru"}, BASE),
-    "fp8_head": ({"fp8_head": True}, replace(BASE, vocab=64)),
-    "smear": ({"smear": True}, BASE),
-    "smear_mtp": ({"smear_mtp": True}, BASE),
-    "residual_lambdas": ({"residual_lambdas": 1.1}, BASE),
-    "x0_lambdas": ({"x0_lambdas": True}, BASE),
-    "skips": ({"skips": ((0, 2),)}, BASE),
-    "skip_form": ({"skip_form": "plain"}, replace(BASE, skips=((0, 2),))),
-    "skip_gates": ({"skip_gates": True}, replace(BASE, skips=((0, 2),), embed_norm=True)),
-    "backout": ({"backout": 1}, BASE),
-    "backout_form": ({"backout_form": "mix"}, replace(BASE, backout=1)),
-    "zero_init": ({"zero_init": False}, BASE),
-    "init_scale": ({"init_scale": 2.0}, BASE),
-    "mlp_init_scale": ({"mlp_init_scale": 0.5}, BASE),
+    "attention_gates": ({"attention.gates": True}, BASE),
+    "attention_lambdas": ({"attention.lambdas": True}, BASE),
+    "key_offset": (
+        {"attention.key_offset": True},
+        with_fields(BASE, {"attention.rotary": "half", "attention.long_layers": (1,)}),
+    ),
+    "tied": ({"head.tied": True}, BASE),
+    "embed_norm": ({"embeddings.norm": True}, BASE),
+    "embed_std": ({"embeddings.std": 0.5}, BASE),
+    "second_embedding": ({"embeddings.second": True}, with_fields(BASE, {"residual.x0_lambdas": True})),
+    "value_tables": ({"embeddings.value_layers": ((1, 0),)}, BASE),
+    "value_std": ({"embeddings.value_std": 0.5}, with_fields(BASE, {"embeddings.value_layers": ((1, 0),)})),
+    "value_gates": (
+        {"embeddings.value_gates": True},
+        with_fields(BASE, {"embeddings.value_layers": ((1, 0),), "embeddings.value_std": 1.0}),
+    ),
+    "value_lambdas": ({"embeddings.value_lambdas": True}, BASE),
+    "bigram_rows": ({"embeddings.bigram_vocab_size": 300}, BASE),
+    "bigram_width": ({"embeddings.bigram_dim": 8}, with_fields(BASE, {"embeddings.bigram_vocab_size": 300})),
+    "softcap tanh": ({"head.softcap": "tanh"}, BASE),
+    "softcap sigmoid": ({"head.softcap": "sigmoid"}, BASE),
+    "softcap isru": ({"head.softcap": "isru"}, BASE),
+    "fp8_head": ({"head.fp8": True}, with_fields(BASE, {"vocab_size": 64})),
+    "smear": ({"embeddings.smear": True}, BASE),
+    "smear_mtp": ({"head.smear_mtp": True}, BASE),
+    "residual_lambdas": ({"residual.lambdas": 1.1}, BASE),
+    "x0_lambdas": ({"residual.x0_lambdas": True}, BASE),
+    "skips": ({"residual.skips": ((0, 2),)}, BASE),
+    "skip_form": ({"residual.skip_form": "linear"}, with_fields(BASE, {"residual.skips": ((0, 2),)})),
+    "skip_gates": (
+        {"residual.skip_gates": True},
+        with_fields(BASE, {"residual.skips": ((0, 2),), "embeddings.norm": True}),
+    ),
+    "backout": ({"residual.backout": 1}, BASE),
+    "backout_form": ({"residual.backout_form": "mix"}, with_fields(BASE, {"residual.backout": 1})),
+    "zero_init": ({"init.zero_init": False}, BASE),
+    "init_scale": ({"init.scale": 2.0}, BASE),
+    "mlp_init_scale": ({"init.mlp_scale": 0.5}, BASE),
 }
 
 
@@ -100,17 +118,17 @@ def losses(config: GPTConfig, steps: int = 5) -> list[float]:
 @pytest.mark.parametrize("name", SWITCHES)
 def test_a_switch_changes_the_loss_within_five_steps(name: str) -> None:
     changes, base = SWITCHES[name]
-    off, on = losses(base), losses(replace(base, **changes))
+    off, on = losses(base), losses(with_fields(base, changes))
     assert all(map(math.isfinite, on))
     assert any(abs(a - b) > 2e-5 for a, b in zip(off, on, strict=True)), f"{off} and {on}"
 
 
 def test_every_switch_is_in_the_list() -> None:
-    """`split`, `yarn` and `across_documents` are tested below; numbers that belong to a switch go with it."""
-    tested = {key for changes, _ in SWITCHES.values() for key in changes} | {"split", "yarn", "across_documents"}
-    belongs = {"vocab", "layers", "width", "heads", "mlp_ratio", "norm_eps", "gate_inputs", "fp8_scales",
-               "softcap_limit", "softcap_shift", "softcap_temperature"}  # fmt: skip
-    assert set(GPTConfig.__dataclass_fields__) == tested | belongs
+    """`untie`, `yarn` and `across_documents` are tested below; numbers that belong to a switch go with it."""
+    tested = {key for changes, _ in SWITCHES.values() for key in changes} | {"head.untie", "attention.yarn"}
+    belongs = {"vocab_size", "num_layers", "dim", "num_heads", "mlp_ratio", "norm_eps", "gate_inputs",
+               "head.fp8_scales", "head.softcap_limit", "head.softcap_shift", "head.softcap_temperature"}  # fmt: skip
+    assert set(fields_of(BASE)) == tested | belongs | {"across_documents"}
 
 
 def test_nothing_crosses_a_document_boundary() -> None:
@@ -131,15 +149,17 @@ def test_nothing_crosses_a_document_boundary() -> None:
     assert both == pytest.approx(total, rel=1e-4)
 
 
-@pytest.mark.parametrize("part", ["smear", "smear_mtp", "key_offset", "predict", "bigram_rows"])
+@pytest.mark.parametrize(
+    "part", ["embeddings.smear", "head.smear_mtp", "attention.key_offset", "mtp_tokens", "embeddings.bigram_vocab_size"]
+)
 def test_across_documents_lets_it(part: str) -> None:
     """What the records did, by a flag: the first token of a document then feels the last of the one before."""
-    changes = {} if part == "predict" else {part: 40 if part == "bigram_rows" else True}
-    config = replace(BASE, rotary="half", long_layers=(0, 1, 2, 3), **changes)
-    predict = torch.tensor([1.0, 0.5, 0.25]) if part == "predict" else None
+    changes = {} if part == "mtp_tokens" else {part: 40 if part.endswith("vocab_size") else True}
+    config = with_fields(BASE, {"attention.rotary": "half", "attention.long_layers": (0, 1, 2, 3), **changes})
+    predict = torch.tensor([1.0, 0.5, 0.25]) if part == "mtp_tokens" else None
     x = ids(1, 21)
     documents = Documents(torch.tensor([[0] * 10 + [1] * 10]))
-    inside, across = (lively(replace(config, across_documents=flag)) for flag in (False, True))
+    inside, across = (lively(with_fields(config, {"across_documents": flag})) for flag in (False, True))
     a = inside(x[:, :-1], x[:, 1:], documents, windows=WINDOWS, mtp_weights_M=predict).item()
     b = across(x[:, :-1], x[:, 1:], documents, windows=WINDOWS, mtp_weights_M=predict).item()
     assert abs(a - b) > 5e-5
@@ -156,18 +176,18 @@ def test_nothing_looks_ahead_with_everything_on() -> None:
 
 
 def test_windows_bound_what_a_layer_sees() -> None:
-    one = replace(BASE, layers=1)
+    one = with_fields(BASE, {"num_layers": 1})
     x = ids(1, 30)
     changed = x.clone()
     changed[0, 10] = (x[0, 10] + 1) % 61
     for long_layers, reach in (((), 4), ((0,), 8)):
-        model = lively(replace(one, long_layers=long_layers))
+        model = lively(with_fields(one, {"attention.long_layers": long_layers}))
         gap = (model.features(x, windows=WINDOWS) - model.features(changed, windows=WINDOWS)).abs().sum(-1)[0] > 1e-6
         assert gap.nonzero().flatten().tolist() == list(range(10, 10 + reach + 1))
 
 
 def test_the_split_starts_as_a_copy_and_then_goes_its_own_way() -> None:
-    model = lively(replace(BASE, tied=True, split=True))
+    model = lively(with_fields(BASE, {"head.tied": True, "head.untie": True}))
     x = ids(2, 12)
     tied = model(x, x.roll(-1, 1), tied=True)
     model.untie_head()
@@ -175,7 +195,7 @@ def test_the_split_starts_as_a_copy_and_then_goes_its_own_way() -> None:
     model(x, x.roll(-1, 1), tied=False).backward()
     assert model.head is not None
     assert not torch.allclose(model.head.grad, model.embed.grad)  # type: ignore[arg-type]
-    fresh = lively(replace(BASE, tied=True, split=True))
+    fresh = lively(with_fields(BASE, {"head.tied": True, "head.untie": True}))
     fresh(x, x.roll(-1, 1), tied=True).backward()
     assert fresh.head is not None
     assert fresh.head.grad is None, "before the split the second table is not touched"
@@ -190,7 +210,7 @@ def test_yarn_stretches_slow_frequencies_and_sharpens_the_scores() -> None:
     after, _ = yarn(start, (3 * 128, 7 * 128))
     assert after[0] == start[0], "a frequency that turns often within the window stays"
     assert after[31].item() == pytest.approx(start[31].item() * 3 / 7), "one that does not turn once is slowed"
-    model = lively(replace(FULL, yarn=True))
+    model = lively(with_fields(FULL, {"attention.yarn": True}))
     x = ids(1, 20)
     plain = model.features(x, windows=WINDOWS)
     model.apply_yarn((4, 8))
@@ -208,13 +228,13 @@ def test_half_rotary_leaves_half_of_the_pairs_alone() -> None:
 @pytest.mark.parametrize(
     ("config", "z", "value"),
     [
-        (replace(BASE, softcap="tanh", softcap_limit=15.0), 30.0, 15 * math.tanh(2)),
-        (replace(BASE, softcap="sigmoid", softcap_limit=23.0, softcap_shift=5.0), 2.5, 23 / (1 + math.exp(-1))),
-        (replace(BASE, softcap="isru", softcap_limit=15.0), 20.0, 15 * 20 / 25),
-        (BASE, 99.0, 99.0),
+        (HeadConfig(softcap="tanh", softcap_limit=15.0), 30.0, 15 * math.tanh(2)),
+        (HeadConfig(softcap="sigmoid", softcap_limit=23.0, softcap_shift=5.0), 2.5, 23 / (1 + math.exp(-1))),
+        (HeadConfig(softcap="isru", softcap_limit=15.0), 20.0, 15 * 20 / 25),
+        (HeadConfig(), 99.0, 99.0),
     ],
 )
-def test_soft_caps(config: GPTConfig, z: float, value: float) -> None:
+def test_soft_caps(config: HeadConfig, z: float, value: float) -> None:
     assert softcap(torch.tensor(z), config).item() == pytest.approx(value, rel=1e-6)
 
 
@@ -230,7 +250,7 @@ def test_multi_token_prediction_is_a_weighted_sum_of_shifted_losses() -> None:
             for t in range(7 - k):
                 if targets[b, t + k] >= 0:
                     expected += float(weight * F.cross_entropy((w @ x[b, t])[None], targets[b, t + k : t + k + 1]))
-    found = loss_sum(x.flatten(0, 1), w, targets_ahead(targets, 3), weights, BASE)
+    found = loss_sum(x.flatten(0, 1), w, targets_ahead(targets, 3), weights, BASE.head)
     assert found.item() == pytest.approx(expected, rel=1e-5)
 
 
@@ -266,12 +286,13 @@ def test_without_8_bit_units_the_head_says_what_it_does_instead(monkeypatch: pyt
 def test_parameter_counts_of_the_records() -> None:
     """Large tables and matrices: 268.66 M for the short record, 613.4 M for the medium one."""
     short = GPTConfig(
-        vocab=50304, layers=11, width=768, heads=6, no_attention=(6,), tied=True, split=True, value_tables=3,
-        value_layers=((0, 1), (1, 2), (8, 0), (9, 1), (10, 2)),
+        vocab_size=50304, num_layers=11, dim=768, num_heads=6, no_attention=(6,),
+        head=HeadConfig(tied=True, untie=True),
+        embeddings=EmbeddingConfig(value_layers=((0, 1), (1, 2), (8, 0), (9, 1), (10, 2))),
     )  # fmt: skip
     medium = GPTConfig(
-        vocab=50304, layers=16, width=1024, heads=8, tied=True, split=True, second_embedding=True, x0_lambdas=True,
-        value_tables=5, value_layers=tuple((first + table, table) for first in (0, 11) for table in range(5)),
+        vocab_size=50304, num_layers=16, dim=1024, num_heads=8, head=HeadConfig(tied=True, untie=True),
+        embeddings=EmbeddingConfig(second=True, value_layers=VALUE_LAYERS), residual=ResidualConfig(x0_lambdas=True),
     )  # fmt: skip
     assert sum(count_parameters(short).values()) / 1e6 == pytest.approx(268.66, abs=0.01)
     assert sum(count_parameters(medium).values()) / 1e6 == pytest.approx(613.4, abs=0.1)
@@ -280,35 +301,44 @@ def test_parameter_counts_of_the_records() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"long_layers": (4,)}, "model.long_layers names layer 4, but the model has 4 layers, 0 to 3"),
+        (
+            {"attention.long_layers": (4,)},
+            "model.attention.long_layers names layer 4, but the model has 4 layers, 0 to 3",
+        ),
         ({"no_attention": (-1,)}, "model.no_attention names layer -1"),
-        ({"skips": ((2, 2),)}, "a skip must lead to a later layer"),
-        ({"skips": ((0, 9),)}, "model.skips names layer 9"),
-        ({"backout": 3}, "model.backout is 3, the last layer"),
-        ({"value_tables": 1}, "a table that no layer uses would never be trained"),
-        ({"value_tables": 1, "value_layers": ((0, 1),)}, "gives table 1 to layer 0, but model.value_tables is 1"),
-        ({"value_tables": 1, "value_layers": ((0, 0),), "no_attention": (0,)}, "layer 0, which has no attention"),
-        ({"value_tables": 1, "value_layers": ((0, 0), (0, 0))}, "gives a layer two tables"),
-        ({"long_layers": (1,), "no_attention": (1,)}, "model.long_layers names layer 1, which has no attention"),
-        ({"skips": ((0, 2), (0, 2))}, "model.skips has 0 -> 2 more than once"),
-        ({"attention_gates": True, "no_attention": (0, 1, 2, 3)}, "which needs a layer with attention"),
-        ({"heads": 3}, "model.width 32 does not split into 3 heads of even width; model.heads may be one of 1, 2, 4"),
-        ({"split": True}, "model.split is True, which needs a tied head"),
-        ({"second_embedding": True}, "which needs model.x0_lambdas=True"),
-        ({"value_gates": True}, "which needs value embeddings"),
-        ({"skip_gates": True}, "which needs skips"),
-        ({"key_offset": True}, "which needs model.rotary=half"),
-        ({"key_offset": True, "rotary": "half"}, "which needs long layers"),
-        ({"rotary": "half", "heads": 1, "width": 30}, "which needs head widths of 4n, not 30"),
-        ({"attention_gates": True, "gate_inputs": 0}, "model.gate_inputs is 0; the gates read 1 to 32 channels"),
-        ({"smear": True, "gate_inputs": 33}, "model.gate_inputs is 33; the gates read 1 to 32 channels"),
-        ({"softcap": "hard"}, "model.softcap is 'hard'; it must be one of: none, tanh, sigmoid, isru"),
-        ({"fp8_scales": (1.0, 0.0, 1.0)}, "model.fp8_scales"),
+        ({"residual.skips": ((2, 2),)}, "a skip must lead to a later layer"),
+        ({"residual.skips": ((0, 9),)}, "model.residual.skips names layer 9"),
+        ({"residual.backout": 3}, "model.residual.backout is 3, the last layer"),
+        ({"embeddings.value_layers": ((0, 1),)}, "uses tables [1]; number them from 0 without a gap"),
+        ({"embeddings.value_layers": ((0, 0), (1, -1))}, "uses tables [-1, 0]"),
+        ({"embeddings.value_layers": ((0, 0),), "no_attention": (0,)}, "layer 0, which has no attention"),
+        ({"embeddings.value_layers": ((0, 0), (0, 0))}, "gives a layer two tables"),
+        (
+            {"attention.long_layers": (1,), "no_attention": (1,)},
+            "model.attention.long_layers names layer 1, which has no attention",
+        ),
+        ({"residual.skips": ((0, 2), (0, 2))}, "model.residual.skips has 0 -> 2 more than once"),
+        ({"attention.gates": True, "no_attention": (0, 1, 2, 3)}, "which needs a layer with attention"),
+        (
+            {"num_heads": 3},
+            "model.dim 32 does not split into 3 heads of even width; model.num_heads may be one of 1, 2, 4",
+        ),
+        ({"head.untie": True}, "model.head.untie is True, which needs a tied head"),
+        ({"embeddings.second": True}, "which needs model.residual.x0_lambdas=True"),
+        ({"embeddings.value_gates": True}, "which needs tables"),
+        ({"residual.skip_gates": True}, "which needs skips"),
+        ({"attention.key_offset": True}, "which needs model.attention.rotary=half"),
+        ({"attention.key_offset": True, "attention.rotary": "half"}, "which needs long layers"),
+        ({"attention.rotary": "half", "num_heads": 1, "dim": 30}, "which needs head widths of 4n, not 30"),
+        ({"attention.gates": True, "gate_inputs": 0}, "model.gate_inputs is 0; it must be at least 1"),
+        ({"embeddings.smear": True, "gate_inputs": 33}, "model.gate_inputs is 33; the gates read 1 to 32 channels"),
+        ({"head.softcap": "hard"}, "model.head.softcap is 'hard'; it must be one of: tanh, sigmoid, isru or None"),
+        ({"head.fp8_scales": (1.0, 0.0, 1.0)}, "model.head.fp8_scales"),
     ],
 )
 def test_a_switch_that_cannot_act_is_refused_with_a_sentence(changes: dict, sentence: str) -> None:
     with pytest.raises(UserError) as e:
-        replace(BASE, **changes)
+        with_fields(BASE, changes)
     assert sentence in str(e.value)
 
 

@@ -44,7 +44,7 @@ def test_by_type_shape_and_name() -> None:
 
 
 def test_our_own_model() -> None:
-    model = GPT(GPTConfig(vocab=64, layers=1, width=16, heads=2), context=8)
+    model = GPT(GPTConfig(vocab_size=64, num_layers=1, dim=16, num_heads=2), context=8)
     plan = route(model)
     assert [name for name, _ in plan.muon[0]["params"]] == [
         "blocks.0.attention.qkv.weight", "blocks.0.attention.out.weight", "blocks.0.mlp.up.weight",

@@ -85,7 +85,7 @@ def test_a_state_dict_goes_on_with_the_same_bits() -> None:
 
 
 def test_a_recipe_chooses_it() -> None:
-    model = GPT(GPTConfig(vocab=64, layers=1, width=16, heads=2), 8)
+    model = GPT(GPTConfig(vocab_size=64, num_layers=1, dim=16, num_heads=2), 8)
     config = OptimConfig(matrices="normuon", muon=MuonPart(update_floor=FLOOR))
     optimizer = build_optimizer(model.named_parameters(), model.param_roles(), config)
     assert [g["update_floor"] for g in optimizer.param_groups if g["part"] == "blocks"] == [FLOOR]

@@ -11,7 +11,7 @@ from speedrun.experiments.ablate import switches_of
 from speedrun.files import from_json
 from speedrun.model.gpt import GPT, count_parameters
 from speedrun.recipes import LINEAGE, get_recipe
-from speedrun.training.config import Options, Recipe, to_dict, with_fields
+from speedrun.training.config import Options, Recipe, fields_of, to_dict, with_fields
 from speedrun.training.device import choose
 from speedrun.training.job import Job
 from speedrun.training.loop import Loop
@@ -28,25 +28,25 @@ def tiny(name: str) -> Recipe:
     """The pocket recipe with narrow layers, short rows and 30 steps."""
     recipe = get_recipe(name, "pocket")
     changes = {
-        "model.width": 32,
-        "model.heads": 2,
-        "schedule.length": 32,
-        "schedule.rows": 2,
-        "validation.length": 32,
-        "validation.rows": 4,
+        "model.dim": 32,
+        "model.num_heads": 2,
+        "schedule.seq_len": 32,
+        "schedule.batch_size": 2,
+        "validation.seq_len": 32,
+        "validation.batch_size": 4,
         "validation.every": 1000,
         "validation.first": False,
-        "schedule.extension": 2 if recipe.schedule.extension else 0,
+        "schedule.extra_steps": 2 if recipe.schedule.extra_steps else 0,
     }
-    changes["schedule.steps"] = STEPS - int(changes["schedule.extension"])  # type: ignore[call-overload]
+    changes["schedule.steps"] = STEPS - int(changes["schedule.extra_steps"])  # type: ignore[call-overload]
     if recipe.schedule.momentum_warmup:
         changes |= {
             "schedule.momentum_warmup": 8,
             "schedule.momentum_cooldown": min(4, recipe.schedule.momentum_cooldown),
         }
     if recipe.schedule.window_ramp:
-        changes |= {"schedule.window_ramp": (8, 16, 24), "schedule.window_block": 4, "schedule.window_extension": 28}
-        changes |= {"schedule.window_final": 32, "schedule.window_short": 0}
+        changes |= {"schedule.window_ramp": (8, 16, 24), "schedule.window_block": 4, "schedule.window_extra": 28}
+        changes |= {"schedule.window_final": 32, "schedule.window_short": None}
     if recipe.schedule.window_cubic:
         changes |= {"schedule.window_cubic": 32, "schedule.window_block": 8}
     if recipe.schedule.batch_ramp:
@@ -157,7 +157,7 @@ def test_scale_and_validation_are_those_of_the_record(name: str, track: str) -> 
     assert recipe.optim.reference_ranks == (8 if summed else None)
     whole = track != "pocket" and recipe.loader.packing == "documents"
     assert recipe.validation.cut_documents == (not whole)
-    assert (recipe.validation.length == 262_144) == whole
+    assert (recipe.validation.seq_len == 262_144) == whole
 
 
 def test_native_decay_of_the_medium_track_s_earlier_record_is_twice_as_strong_in_the_mlp() -> None:
@@ -175,14 +175,17 @@ def test_native_decay_of_the_medium_track_s_earlier_record_is_twice_as_strong_in
 @pytest.mark.parametrize("name", ["interleaved", "medium", "normuon", "medium-before"])
 def test_at_pocket_depth_every_technique_keeps_a_place(name: str) -> None:
     sizes = LINEAGE[name]
-    native = next(make() for track, make in sizes.items() if track != "pocket").model
-    pocket = sizes["pocket"]().model
-    for field in ("long_layers", "no_attention", "value_layers", "skips"):
-        assert bool(getattr(pocket, field)) == bool(getattr(native, field)) or field == "no_attention", field
-    for field in ("attention_gates", "value_gates", "key_offset", "smear", "smear_mtp", "skip_gates",
-                  "second_embedding", "split", "yarn", "softcap", "attention_lambdas", "value_lambdas"):  # fmt: skip
-        assert getattr(pocket, field) == getattr(native, field), field
-    assert pocket.backout >= 0
+    large = next(make() for track, make in sizes.items() if track != "pocket")
+    native, pocket = fields_of(large.model), fields_of(sizes["pocket"]().model)
+    for field in ("attention.long_layers", "no_attention", "embeddings.value_layers", "residual.skips"):
+        assert bool(pocket[field]) == bool(native[field]) or field == "no_attention", field
+    for field in (
+        "attention.gates", "attention.key_offset", "attention.yarn", "attention.lambdas", "embeddings.value_gates",
+        "embeddings.value_lambdas", "embeddings.smear", "embeddings.second", "head.smear_mtp", "head.untie",
+        "head.softcap", "residual.skip_gates",
+    ):  # fmt: skip
+        assert pocket[field] == native[field], field
+    assert pocket["residual.backout"] is not None
 
 
 def test_only_the_earlier_medium_stack_tunes_its_kernels() -> None:
@@ -197,7 +200,7 @@ def test_only_the_earlier_medium_stack_tunes_its_kernels() -> None:
 def five_steps(name: str) -> Recipe:
     """The tiny recipe with everything that happens on the way happening within five steps."""
     recipe = tiny(name)
-    changes: dict[str, object] = {"schedule.steps": 5, "schedule.extension": 0}
+    changes: dict[str, object] = {"schedule.steps": 5, "schedule.extra_steps": 0}
     if recipe.schedule.momentum_warmup:
         changes |= {
             "schedule.momentum_warmup": 3,
@@ -205,8 +208,8 @@ def five_steps(name: str) -> Recipe:
         }
     if recipe.optim.snoo.k:
         changes["optim.snoo.k"] = 2
-    if recipe.schedule.split:
-        changes["schedule.split"] = 0.4
+    if recipe.schedule.untie_at:
+        changes["schedule.untie_at"] = 0.4
     return with_fields(recipe, changes)
 
 

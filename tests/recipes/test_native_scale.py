@@ -57,7 +57,7 @@ def claim(trainer: Trainer, tokens: int) -> Batch:
     """A batch of so many tokens, of which this rank computes the first row."""
     rows = tokens // ROW
     trainer.comm = Comm(None, 0, rows)
-    ids = torch.randint(trainer.recipe.model.vocab, (rows, ROW + 1), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(trainer.recipe.model.vocab_size, (rows, ROW + 1), generator=torch.Generator().manual_seed(1))
     starts = tuple(np.array([0, ROW // 3]) for _ in range(rows))
     return Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), starts, {})
 
@@ -123,7 +123,7 @@ def from_float64(trainer: Trainer, model: GPT, batch: Batch, step: int, features
     own_weight = weight.detach().requires_grad_()
     z = x_TD @ own_weight.t()
     limit, shift, temperature = {"interleaved": (23.0, 5.0, 7.5), "normuon": (30.0, 0.0, 7.5)}[trainer.recipe.name]
-    assert (c.softcap_limit, c.softcap_shift, c.softcap_temperature) == (limit, shift, temperature)
+    assert (c.head.softcap_limit, c.head.softcap_shift, c.head.softcap_temperature) == (limit, shift, temperature)
     likely = torch.log_softmax(limit * torch.sigmoid((z + shift) / temperature), dim=-1)
     loss = likely.new_zeros(())
     for k, w in enumerate(stage.mtp_weights):
@@ -146,7 +146,7 @@ def test_the_8_bit_head_has_its_gradients_at_native_size(
     name: str, batches: dict[int, int], tokens: TokenFolder, tmp_path: Path
 ) -> None:
     trainer = native_trainer(name, tokens, tmp_path / "run")
-    assert (trainer.recipe.model.width, trainer.recipe.model.vocab) == (768, 50304)
+    assert (trainer.recipe.model.dim, trainer.recipe.model.vocab_size) == (768, 50304)
     trained_a_little(trainer.model)
     model = copy.deepcopy(trainer.model).double()
     for step, count in batches.items():
@@ -160,7 +160,7 @@ def test_the_8_bit_head_has_its_gradients_at_native_size(
 def check_gradients(trainer: Trainer, model: GPT, batch: Batch, step: int) -> None:
     ours = from_the_trainer(trainer, batch, step)
     exact = from_float64(trainer, model, batch, step, ours.features)
-    table = "embed" if trainer.recipe.schedule.at(step).tied and trainer.recipe.model.tied else "head"
+    table = "embed" if trainer.recipe.schedule.at(step).tied and trainer.recipe.model.head.tied else "head"
     others = torch.ones(50304, dtype=torch.bool)
     others[batch.targets[0]] = False  # rows that are nobody's target
     assert error(ours.parameters[table][others], exact.parameters[table][others]) < 0.08
@@ -348,7 +348,7 @@ def in_muon(recipe: str, name: str) -> bool:
 
 def unused(trainer: Trainer, name: str) -> bool:
     """A tied head has no gradient before the split."""
-    return name == "head" and trainer.recipe.model.tied
+    return name == "head" and trainer.recipe.model.head.tied
 
 
 def adam_update(name: str, p: Tensor, numbers: AdamNumbers, rows: slice) -> Tensor:

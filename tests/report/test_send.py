@@ -20,8 +20,10 @@ from speedrun.report.send import measured
 from speedrun.training.runlog import LINES, TrainLine, read_metrics
 from tests.conftest import make_token_folder
 
-SMALL = "model.layers=1 model.width=32 model.heads=2 schedule.rows=2 schedule.length=32 validation.length=32"
-SMALL += " validation.rows=8 validation.every=4 schedule.steps=10"
+SMALL = (
+    "model.num_layers=1 model.dim=32 model.num_heads=2 schedule.batch_size=2 schedule.seq_len=32 validation.seq_len=32"
+)
+SMALL += " validation.batch_size=8 validation.every=4 schedule.steps=10"
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from speedrun.training.arithmetic import Shapes, Tried
 from speedrun.training.runlog import read_metrics, read_run
 from tests.conftest import choose_on_cpu
 
-MODEL = GPTConfig(layers=2, width=32, heads=2, vocab=64)
+MODEL = GPTConfig(num_layers=2, dim=32, num_heads=2, vocab_size=64)
 
 
 @pytest.fixture(autouse=True)
@@ -209,8 +209,8 @@ def test_both_numbers_are_said() -> None:
 # -------------------------------------------------------------------- stored and obeyed
 
 TINY = shlex.split(
-    "--recipe normuon --model.layers 3 --model.width 32 --model.heads 2 --schedule.rows 2 --validation.rows 2 "
-    "--steps 6 --threads 1 --no-compile --checkpoint-every 3 --sample False"
+    "--recipe normuon --model.num-layers 3 --model.dim 32 --model.num-heads 2 --schedule.batch-size 2 "
+    "--validation.batch-size 2 --steps 6 --threads 1 --no-compile --checkpoint-every 3 --sample False"
 )
 
 

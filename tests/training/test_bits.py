@@ -12,16 +12,16 @@ from speedrun.data.shards import TokenFolder
 
 FLAGS = {
     "recipe": "adamw",
-    "model.layers": "2",
-    "model.width": "64",
-    "model.heads": "2",
+    "model.num_layers": "2",
+    "model.dim": "64",
+    "model.num_heads": "2",
     "model.embed-std": "0.5",
     "schedule.steps": "20",
-    "schedule.rows": "8",
-    "schedule.length": "64",
+    "schedule.batch_size": "8",
+    "schedule.seq_len": "64",
     "validation.every": "10",
-    "validation.rows": "8",
-    "validation.length": "64",
+    "validation.batch_size": "8",
+    "validation.seq_len": "64",
     "threads": "2",
     "sample": "False",
 }

@@ -72,7 +72,10 @@ def test_nothing_but_training_and_the_checkpoints_asked_for_is_timed(
 
 
 def test_the_pocket_track_goes_on_writing_them(tokens: TokenFolder, tmp_path: Path) -> None:
-    flags = "--recipe adamw --model.layers 1 --model.width 32 --model.heads 2 --schedule.steps 4 --validation.every 2"
-    flags += " --schedule.rows 2 --schedule.length 32 --validation.length 32 --compile False --threads 1 --sample False"
+    flags = (
+        "--recipe adamw --model.num-layers 1 --model.dim 32 --model.num-heads 2 --schedule.steps 4 --validation.every 2"
+    )
+    flags += " --schedule.batch-size 2 --schedule.seq-len 32 --validation.seq-len 32 --compile False"
+    flags += " --threads 1 --sample False"
     assert cli.main(shlex.split(f"train {flags} --data {tokens.path} --out {tmp_path / 'run'}")) == 0
     assert (tmp_path / "run" / "checkpoints" / "step-000002").is_dir()

@@ -37,8 +37,8 @@ def test_every_field_has_a_meaning() -> None:
 
 
 def test_fields_are_changed_by_dotted_name() -> None:
-    recipe = with_fields(get_recipe("adamw", "pocket"), {"model.layers": 7, "optim.lr": 0.5, "name": "mine"})
-    assert (recipe.model.layers, recipe.optim.lr, recipe.name) == (7, 0.5, "mine")
+    recipe = with_fields(get_recipe("adamw", "pocket"), {"model.num_layers": 7, "optim.lr": 0.5, "name": "mine"})
+    assert (recipe.model.num_layers, recipe.optim.lr, recipe.name) == (7, 0.5, "mine")
 
 
 def test_an_unknown_field_names_its_neighbour() -> None:
@@ -55,14 +55,14 @@ def test_values_are_checked_when_changed(change: dict[str, float]) -> None:
 def test_differences_are_listed() -> None:
     a = get_recipe("adamw", "pocket")
     assert differences(a, a) == []
-    assert differences(a, with_fields(a, {"model.layers": 9})) == [f"model.layers: {a.model.layers} -> 9"]
+    assert differences(a, with_fields(a, {"model.num_layers": 9})) == [f"model.num_layers: {a.model.num_layers} -> 9"]
 
 
 def test_a_field_that_came_later_has_its_default() -> None:
     recipe = get_recipe("adamw", "pocket")
     stored = to_dict(recipe)
     del stored["compiler"]  # a whole part
-    del stored["model"]["smear"]
+    del stored["model"]["embeddings"]["smear"]
     assert recipe_from_dict(stored) == recipe
     del stored["name"]  # which always existed
     with pytest.raises(UserError, match=r"run.json is damaged: Object missing required field `name`. Restore it."):
@@ -73,13 +73,13 @@ def test_a_field_that_came_later_has_its_default() -> None:
     ("part", "field", "value", "says"),
     [
         ("schedule", "xyz", 2, "run.json has the field 'schedule.xyz', which this version of speedrun does not know."),
-        ("model", "layer", 2, "'model.layer', which .* does not know. Did you mean 'layers'"),
-        ("model", "layers", "3", "damaged at model.layers: Expected `int`, got `str`"),
-        ("model", "layers", 3.0, "damaged at model.layers: Expected `int`, got `float`"),
-        ("model", "layers", 0, "damaged at model.layers: Expected `int` >= 1"),
-        ("model", "softcap", "soft", "damaged at model.softcap: Invalid enum value 'soft'"),
-        ("model", "heads", 7, "damaged at model: model.width 128 does not split into 7 heads"),
-        ("optim", "lr", -1.0, "damaged at optim: optim.lr is -1.0; it must be finite and not negative"),
+        ("model", "num_layer", 2, "'model.num_layer', which .* does not know. Did you mean 'num_layers'"),
+        ("model", "num_layers", "3", "damaged at model.num_layers: Expected `int`, got `str`"),
+        ("model", "num_layers", 3.0, "damaged at model.num_layers: Expected `int`, got `float`"),
+        ("model", "num_layers", 0, "damaged at model.num_layers: Expected `int` >= 1"),
+        ("model", "head", {"softcap": "soft"}, "damaged at model.head.softcap: Invalid enum value 'soft'"),
+        ("model", "num_heads", 7, "damaged at model: model.dim 128 does not split into 7 heads"),
+        ("optim", "lr", -1.0, "damaged at optim.lr: Expected `float` >= 0.0"),
         ("schedule", "warmup", 2.0, "damaged at schedule.warmup: Expected `float` <= 1.0"),
         ("optim", "muon", None, "damaged at optim.muon: Expected `object`, got `null`"),
     ],
@@ -98,13 +98,13 @@ def test_an_unknown_recipe_or_size_is_refused() -> None:
         get_recipe("adamw", "medium")
 
 
-@pytest.mark.parametrize("field", ["window_ramp", "window_extension"])
+@pytest.mark.parametrize("field", ["window_ramp", "window_extra"])
 def test_no_training_window_is_longer_than_a_document(field: str) -> None:
     """It would never be full, and positions would stretch for distances that do not occur."""
     recipe = get_recipe("interleaved", "short")
     for tokens in (2048, 2176):
         value = (tokens,) if field == "window_ramp" else tokens
-        if tokens == recipe.loader.max_document:
+        if tokens == recipe.loader.max_doc_len:
             with_fields(recipe, {f"schedule.{field}": value})
         else:
             with pytest.raises(UserError, match=r"A window of 2176 tokens .* \(2048 tokens\); shorten the windows"):

@@ -117,8 +117,8 @@ def test_the_command_line_takes_the_record_of_the_recipe(
     track = dataclasses.replace(TRACKS["pocket"], locate=lambda: tokens, target=None)
     monkeypatch.setitem(TRACKS, "pocket", track)
     monkeypatch.setitem(CURVES, "adamw", dataclasses.replace(MADE_UP, record="adamw", track="pocket"))
-    small = "--compile False --threads 1 --sample False --save False --schedule.steps 2 --schedule.length 16"
-    small += " --validation.length 16 --model.width 16 --model.heads 2 --model.layers 1"
+    small = "--compile False --threads 1 --sample False --save False --schedule.steps 2 --schedule.seq-len 16"
+    small += " --validation.seq-len 16 --model.dim 16 --model.num-heads 2 --model.num-layers 1"
     for recipe, flags, there in (("adamw", "", True), ("adamw", "--curve none", False), ("gpt2", "", False)):
         asked = f"train --recipe {recipe} --out {tmp_path / (recipe + flags[-4:])} {small} {flags}"
         assert cli.main(asked.split()) == 0

@@ -11,6 +11,7 @@ import torch
 
 from speedrun.data.shards import TokenFolder, write_shard
 from speedrun.errors import UserError
+from speedrun.model.config import AttentionConfig
 from speedrun.model.gpt import GPT, GPTConfig, Windows, flops_per_token
 from speedrun.recipes import RECIPES, get_recipe
 from speedrun.tracks import get_track, own_track
@@ -65,7 +66,9 @@ def test_a_row_of_numbers_is_told_by_where_it_turns() -> None:
 
 
 def test_flops_of_a_plain_gpt_by_hand(tokens: TokenFolder, tmp_path: Path) -> None:
-    recipe = with_fields(TINY, {"model.layers": 2, "model.width": 32, "schedule.rows": 4, "schedule.length": 32})
+    recipe = with_fields(
+        TINY, {"model.num_layers": 2, "model.dim": 32, "schedule.batch_size": 4, "schedule.seq_len": 32}
+    )
     weights = 2 * (4 * 32 * 32 + 2 * 32 * 128) + 4096 * 32
     attention = 2 * 32 * 32 / 2 * 2  # layers, width, keys on average, scores and values
     per_token = 3 * 2 * (weights + attention)
@@ -73,7 +76,7 @@ def test_flops_of_a_plain_gpt_by_hand(tokens: TokenFolder, tmp_path: Path) -> No
 
 
 def test_flops_see_windows() -> None:
-    model = GPTConfig(layers=3, width=64, heads=2, long_layers=(1,), no_attention=(2,))
+    model = GPTConfig(num_layers=3, dim=64, num_heads=2, no_attention=(2,), attention=AttentionConfig(long_layers=(1,)))
     plain = flops_per_token(model, 0)
 
     def keys(window: int) -> float:  # how many a query sees on average in a row of 512, itself counted by half
@@ -112,7 +115,7 @@ def test_activations_are_what_autograd_keeps(tokens: TokenFolder, tmp_path: Path
 def test_memory_that_is_too_small_names_the_way_out(
     tokens: TokenFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = with_fields(TINY, {"schedule.rows": 64})
+    recipe = with_fields(TINY, {"schedule.batch_size": 64})
     fitting = look(recipe, tokens, tmp_path)
     assert fitting.problems == []
     m = fitting.memory
@@ -122,16 +125,16 @@ def test_memory_that_is_too_small_names_the_way_out(
         return look(recipe, tokens, tmp_path, **options)
 
     few = with_memory(10.5 * m.row + m.validation)
-    assert any("A micro-batch of 64 rows" in p and "pass --micro-rows" in p for p in few.problems)
-    assert with_memory(10.5 * m.row + m.validation, micro_rows=10).problems == []
+    assert any("A micro-batch of 64 rows" in p and "pass --micro-batch-size" in p for p in few.problems)
+    assert with_memory(10.5 * m.row + m.validation, micro_batch_size=10).problems == []
 
-    wide = with_fields(recipe, {"validation.rows": 512, "schedule.rows": 1})
+    wide = with_fields(recipe, {"validation.batch_size": 512, "schedule.batch_size": 1})
     (validation,) = with_memory(m.row + 64 * 2**20, wide).problems
     assert "A validation batch of 512 x 32 tokens" in validation
-    assert "; pass --validation.rows " in validation
-    long = with_fields(wide, {"validation.rows": 1, "validation.length": 512 * 32})
+    assert "; pass --validation.batch-size " in validation
+    long = with_fields(wide, {"validation.batch_size": 1, "validation.seq_len": 512 * 32})
     (validation,) = with_memory(m.row + 64 * 2**20, long).problems
-    assert "pass --validation.rows 1 --validation.length 8192 or less" in validation
+    assert "pass --validation.batch-size 1 --validation.seq-len 8192 or less" in validation
 
     monkeypatch.setattr(telemetry, "memory_bytes", lambda device: m.weights)
     (alone,) = look(recipe, tokens, tmp_path).problems
@@ -190,7 +193,7 @@ def test_a_vocabulary_that_is_too_small(tmp_path: Path, monkeypatch: pytest.Monk
     for shard in ("fineweb_train_000001.bin", "fineweb_val_000000.bin"):
         write_shard(tmp_path / "fineweb10B" / shard, np.ones(5000, dtype=np.int64))
     found = examine(TINY, get_track("short"), choose("cpu", "float32", 1), Options(), tmp_path)
-    assert found.problems[0].endswith("pass --model.vocab 50257.")
+    assert found.problems[0].endswith("pass --model.vocab-size 50257.")
 
 
 def test_rules_are_obeyed(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def chain_of(frame: FrameType | None) -> Chain:
 
 def test_the_way_to_every_update_has_four_files_and_eight_frames(tmp_path: Path) -> None:
     recipe, machine = get_recipe("normuon", "pocket"), choose("cpu", "float32", threads=1)
-    tokens: Any = SimpleNamespace(vocab_size=recipe.model.vocab)
+    tokens: Any = SimpleNamespace(vocab_size=recipe.model.vocab_size)
     progress = Progress(recipe.schedule.total, quiet=True)
     job = Job(recipe, tokens, machine, Options(compile=False), NullRunFolder(tmp_path), progress)
     trainer = Trainer(job)

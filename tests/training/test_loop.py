@@ -48,7 +48,7 @@ def losses(folder: Path) -> list[tuple[str, int, float]]:
 
 def batch_for(trainer: Trainer) -> Batch:
     loader = Loader(trainer.job.tokens.shards("train"), trainer.recipe.loader, bos=0, vocab_size=4096, seed=0)
-    return loader.next(trainer.recipe.schedule.rows, trainer.recipe.schedule.length)
+    return loader.next(trainer.recipe.schedule.batch_size, trainer.recipe.schedule.seq_len)
 
 
 def test_a_run_learns_and_leaves_its_numbers(tokens: TokenFolder, tmp_path: Path) -> None:
@@ -101,8 +101,8 @@ def test_warm_up_leaves_no_trace(tokens: TokenFolder, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_micro_batches_do_not_change_the_gradient(tokens: TokenFolder, tmp_path: Path, size: int) -> None:
-    whole = tiny_trainer(tokens, tmp_path / "whole", {"schedule.rows": 7})
-    parts = tiny_trainer(tokens, tmp_path / "parts", {"schedule.rows": 7}, micro_rows=size)
+    whole = tiny_trainer(tokens, tmp_path / "whole", {"schedule.batch_size": 7})
+    parts = tiny_trainer(tokens, tmp_path / "parts", {"schedule.batch_size": 7}, micro_batch_size=size)
     for trainer in (whole, parts):  # a zero head gives zero gradients below it
         torch.nn.init.normal_(trainer.model.head, std=0.1, generator=torch.Generator().manual_seed(1))
     assert whole.gradients(batch_for(whole), whole.recipe.schedule.at(0)) == pytest.approx(
@@ -121,7 +121,7 @@ def test_kernels_that_take_edges_get_those_of_the_batch(
     monkeypatch.setattr(flash, "_fa3", kernels.flash_attn_varlen_func)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernels.varlen_attn)
     machine = choose("cpu", "bfloat16", threads=1)
-    changes = {"loader.packing": "documents", "loader.max_document": 16, "validation.cut_documents": cut}
+    changes = {"loader.packing": "documents", "loader.max_doc_len": 16, "validation.cut_documents": cut}
     for name in ("sdpa", backend):
         monkeypatch.setattr(tiny, "choose", lambda *_, name=name, **__: dataclasses.replace(machine, attention=name))
         trainer = tiny_trainer(tokens, tmp_path / name, changes)
@@ -141,7 +141,7 @@ def test_kernels_that_take_edges_get_those_of_the_batch(
 def test_gradients_are_weighted_by_tokens_not_by_micro_batches(tokens: TokenFolder, tmp_path: Path) -> None:
     """Targets that do not count make the micro-batches uneven; the mean over tokens must not notice."""
     whole = tiny_trainer(tokens, tmp_path / "whole")
-    parts = tiny_trainer(tokens, tmp_path / "parts", micro_rows=1)
+    parts = tiny_trainer(tokens, tmp_path / "parts", micro_batch_size=1)
     batch = batch_for(whole)
     batch.targets[0, 3:] = -1
     stage = whole.recipe.schedule.at(0)
@@ -173,14 +173,14 @@ def test_out_of_memory_halves_the_micro_batch_and_goes_on(
 
     tight.loss_of = greedy
     Loop(tight).run()
-    assert tight.micro_rows == 1
+    assert tight.micro_batch_size == 1
     assert (tmp_path / "tight" / "log.txt").read_text().count("out of memory") == 2  # 4 -> 2 -> 1
     for (_, _, a), (_, _, b) in zip(losses(tmp_path / "plain"), losses(tmp_path / "tight"), strict=True):
         assert a == pytest.approx(b, rel=1e-4)
 
 
 def test_out_of_memory_with_one_row_says_what_to_do(tokens: TokenFolder, tmp_path: Path) -> None:
-    trainer = tiny_trainer(tokens, tmp_path / "run", micro_rows=1)
+    trainer = tiny_trainer(tokens, tmp_path / "run", micro_batch_size=1)
 
     def greedy(*_: Any, **__: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("injected")
@@ -206,7 +206,7 @@ def test_a_validation_that_runs_out_of_memory_says_what_to_do(tokens: TokenFolde
 
 def test_weights_that_do_not_fit_into_memory_cost_a_sentence(tokens: TokenFolder, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"The weights do not fit into the memory of cpu; choose a smaller model"):
-        tiny_trainer(tokens, tmp_path / "run", {"model.width": 2**20})
+        tiny_trainer(tokens, tmp_path / "run", {"model.dim": 2**20})
 
 
 def test_other_runtime_errors_are_not_swallowed(tokens: TokenFolder, tmp_path: Path) -> None:
@@ -284,12 +284,12 @@ def test_a_resumed_run_has_the_same_bits(tokens: TokenFolder, tmp_path: Path) ->
 
 def test_a_run_that_had_to_halve_its_micro_batches_resumes_compiled(tokens: TokenFolder, tmp_path: Path) -> None:
     """The warm-up visits the halved shape; met only later, it would be a recompilation, which is refused."""
-    Loop(tiny_trainer(tokens, tmp_path / "half", checkpoint_every=7, save=False, micro_rows=2)).run()
+    Loop(tiny_trainer(tokens, tmp_path / "half", checkpoint_every=7, save=False, micro_batch_size=2)).run()
     saved = checkpoint.newest_good(tmp_path / "half" / "checkpoints", notice=pytest.fail)
     assert saved is not None
     rest = tiny_trainer(tokens, tmp_path / "rest", compile=True)
     assert Loop(rest).run(saved).status == "ok"
-    assert rest.micro_rows == 2
+    assert rest.micro_batch_size == 2
 
 
 def test_ctrl_c_ends_the_run_after_its_step_and_saves_it(tokens: TokenFolder, tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ def test_ctrl_c_ends_the_run_after_its_step_and_saves_it(tokens: TokenFolder, tm
 
 
 def test_validation_is_the_mean_over_every_token_and_touches_nothing(tokens: TokenFolder, tmp_path: Path) -> None:
-    trainer = tiny_trainer(tokens, tmp_path / "run", {"validation.rows": 3, "validation.length": 50})
+    trainer = tiny_trainer(tokens, tmp_path / "run", {"validation.batch_size": 3, "validation.seq_len": 50})
     torch.nn.init.normal_(trainer.model.head, std=0.1)
     before = weights(trainer)
     measured = validate(trainer, "val", 0)
@@ -329,7 +329,7 @@ def test_validation_is_the_mean_over_every_token_and_touches_nothing(tokens: Tok
 
 def test_packed_documents_do_not_see_each_other(tokens: TokenFolder, tmp_path: Path) -> None:
     """The loss of a row with a boundary is that of its two documents on their own."""
-    trainer = tiny_trainer(tokens, tmp_path / "run", {"loader.packing": "documents", "model.qk_norm": False})
+    trainer = tiny_trainer(tokens, tmp_path / "run", {"loader.packing": "documents", "model.attention.qk_norm": False})
     for p in trainer.model.parameters():
         torch.nn.init.normal_(p, std=0.2)
     ids = torch.randint(4096, (1, 33), generator=torch.Generator().manual_seed(0))
@@ -361,14 +361,14 @@ def test_document_boundaries_of_one_shape_have_one_length() -> None:
     """Padded by empty documents; doubled where the data has more documents than are usual."""
     ids = torch.zeros(2, 600, dtype=torch.long)
 
-    def offsets(first: int, max_document: int | None = None) -> list[int]:
-        return Batch(ids, ids, (np.arange(first), np.array([0])), {}, max_document).cu_seqlens.tolist()
+    def offsets(first: int, max_doc_len: int | None = None) -> list[int]:
+        return Batch(ids, ids, (np.arange(first), np.array([0])), {}, max_doc_len).cu_seqlens.tolist()
 
     assert offsets(1) == [0, 600] + [1200] * 7  # 2 rows of 3 pieces of 256 tokens or less, and 1 more each
     assert offsets(7) == [*range(7), 600, 1200], "just fits"
     assert offsets(8) == [*range(8), 600] + [1200] * 8
     assert [len(offsets(n)) for n in (16, 17, 32, 33)] == [33, 33, 65, 65]
-    assert offsets(1, max_document=200) == [0, 600] + [1200] * 11
+    assert offsets(1, max_doc_len=200) == [0, 600] + [1200] * 11
     assert Batch(ids, ids, (np.arange(9),) * 2, {}, 200).rows(1, 2).cu_seqlens.tolist() == [*range(9)] + [600] * 4
 
 
@@ -382,7 +382,7 @@ def test_rows_are_dealt_whole_and_as_evenly_as_they_go() -> None:
 
 def test_a_vocabulary_too_small_is_refused(tokens: TokenFolder, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--model\.vocab 4096"):
-        tiny_trainer(tokens, tmp_path / "run", {"model.vocab": 100})
+        tiny_trainer(tokens, tmp_path / "run", {"model.vocab_size": 100})
 
 
 def test_compiled_and_plain_agree(tokens: TokenFolder, tmp_path: Path) -> None:
@@ -443,16 +443,16 @@ def test_on_a_gpu_a_compiler_that_fails_is_an_error(
 
 
 LONG_DOCUMENTS = {
-    "model.layers": 1,
-    "model.long_layers": (0,),
+    "model.num_layers": 1,
+    "model.attention.long_layers": (0,),
     "loader.packing": "documents",
-    "loader.max_document": 2048,
-    "schedule.rows": 1,
-    "schedule.length": 2048,
+    "loader.max_doc_len": 2048,
+    "schedule.batch_size": 1,
+    "schedule.seq_len": 2048,
     "schedule.window_ramp": (1024,),
     "schedule.window_final": 2560,
-    "validation.rows": 1,
-    "validation.length": 4096,
+    "validation.batch_size": 1,
+    "validation.seq_len": 4096,
 }
 
 
@@ -482,23 +482,22 @@ def test_a_long_document_is_validated_as_far_as_the_window_reaches(cut: bool, re
 
 
 EVERYTHING = {
-    "model.layers": 4,
-    "model.tied": True,
-    "model.split": True,
-    "model.embed_norm": True,
-    "model.rotary": "half",
-    "model.yarn": True,
-    "model.long_layers": (0, 3),
-    "model.key_offset": True,
-    "model.attention_gates": True,
-    "model.value_tables": 1,
-    "model.value_layers": ((1, 0),),
-    "model.smear": True,
-    "model.x0_lambdas": True,
-    "model.second_embedding": True,
-    "model.skips": ((0, 2),),
-    "model.backout": 1,
-    "model.softcap": "sigmoid",
+    "model.num_layers": 4,
+    "model.head.tied": True,
+    "model.head.untie": True,
+    "model.embeddings.norm": True,
+    "model.attention.rotary": "half",
+    "model.attention.yarn": True,
+    "model.attention.long_layers": (0, 3),
+    "model.attention.key_offset": True,
+    "model.attention.gates": True,
+    "model.embeddings.value_layers": ((1, 0),),
+    "model.embeddings.smear": True,
+    "model.residual.x0_lambdas": True,
+    "model.embeddings.second": True,
+    "model.residual.skips": ((0, 2),),
+    "model.residual.backout": 1,
+    "model.head.softcap": "sigmoid",
     "optim.matrices": "normuon",
     "optim.weights": "exact-bf16",
     "optim.every": 2,
@@ -507,7 +506,7 @@ EVERYTHING = {
     "optim.muon.update_ema": 0.2,
     "optim.snoo.k": 3,
     "loader.packing": "documents",
-    "schedule.extension": 2,
+    "schedule.extra_steps": 2,
     "schedule.batch_ramp": (2, 3, 4),
     "schedule.lr_ramp": (1.0, 1.5, 1.7),
     "schedule.window_ramp": (8, 16, 24),
@@ -515,9 +514,9 @@ EVERYTHING = {
     "schedule.window_final": 32,
     "schedule.momentum_warmup": 4,
     "schedule.momentum_cooldown": 3,
-    "schedule.predict": 3,
-    "schedule.split": 0.5,
-    "schedule.floor": 0.1,
+    "schedule.mtp_tokens": 3,
+    "schedule.untie_at": 0.5,
+    "schedule.min_lr_ratio": 0.1,
 }
 
 

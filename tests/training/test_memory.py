@@ -63,9 +63,9 @@ def test_a_graph_is_known_by_what_its_memory_depends_on() -> None:
     assert graph_of(recipe, wider, "fa3") == graph, "a window is a constant in it, and rows are counted"
     assert graph_of(recipe, stages[-1], "fa3") != graph, "it predicts fewer tokens"
     assert graph_of(recipe, stages[0], "varlen") != graph
-    for changes in ({"model.layers": 12}, {"optim.weights": "float32"}, {"schedule.length": 8192}):
+    for changes in ({"model.num_layers": 12}, {"optim.weights": "float32"}, {"schedule.seq_len": 8192}):
         other = with_fields(
-            recipe, {**changes, **({"model.long_layers": (3, 11)} if "model.layers" in changes else {})}
+            recipe, {**changes, **({"model.attention.long_layers": (3, 11)} if "model.num_layers" in changes else {})}
         )
         assert graph_of(other, other.schedule.at(0), "fa3") != graph
         assert bytes_at_once(other, other.schedule.at(0), 1, "fa3") is None, "and was not measured"
@@ -113,7 +113,7 @@ def test_every_stage_fits_in_the_micro_batches_that_are_chosen(
         graph = compiled_graph(recipe, stage, kernels_of(device))
         assert graph is not None
         assert graph["saved"] <= graph["peak"], "what is saved is a part of what is alive"
-        held = -(-graph["peak"] * found.micro_rows[stage.shape] // graph["rows"])
+        held = -(-graph["peak"] * found.micro_batch_sizes[stage.shape] // graph["rows"])
         assert found.fixed + held < limit, stage.step
 
 
@@ -122,15 +122,15 @@ def test_rows_for_24_gb_are_shorter_and_nothing_else_differs() -> None:
     whole, small = get_recipe("normuon", "short"), get_recipe("normuon-24gb", "short")
     assert {change.partition(":")[0] for change in differences(whole, small)} == {
         "name",
-        "schedule.rows",
-        "schedule.length",
+        "schedule.batch_size",
+        "schedule.seq_len",
     }
     steps = range(whole.schedule.total)
     assert [whole.schedule.at(s).tokens for s in steps] == [small.schedule.at(s).tokens for s in steps]
     machine = by_name("4090", None, "auto", "auto")
     assert problems_of(memory_of(whole, machine, Options()), whole) != []
     planned = memory_of(small, machine, Options())
-    assert {*planned.micro_rows.values()} == {1}, "what was measured"
+    assert {*planned.micro_batch_sizes.values()} == {1}, "what was measured"
     assert small.name not in LINEAGE
 
 
@@ -154,7 +154,7 @@ def test_what_does_not_fit_is_told_with_the_way_out() -> None:
     small = by_name("4090", None, "auto", "auto")
     rows, validation = problems_of(memory_of(medium, small, Options()), medium)
     assert "A micro-batch of 1 row takes about" in rows
-    assert "shorten the rows (--schedule.length)" in rows
+    assert "shorten the rows (--schedule.seq-len)" in rows
     assert "A validation batch of 1 x 262144 tokens" in validation
     for recipe in (medium, normuon):
         with pytest.raises(UserError, match="A micro-batch of 1 row takes about"):
@@ -169,15 +169,17 @@ def test_a_gpu_is_not_promised_whole() -> None:
     whole = memory_of(recipe, by_name("h100", None, "auto", "auto"), Options(), 8)
     assert whole.usable == int(memory.USABLE * GPUS["h100"].total_memory)
     last = recipe.schedule.at(recipe.schedule.total - 1)
-    assert whole.micro_rows[last.shape] == 2, "of four"
+    assert whole.micro_batch_sizes[last.shape] == 2, "of four"
     small = memory_of(recipe, by_name("h100", 40, "auto", "auto"), Options(), 8)
     assert small.usable == int(memory.USABLE * 40e9)
-    assert small.micro_rows[last.shape] == 1
-    assert memory_of(recipe, by_name("h100", None, "auto", "auto"), Options(micro_rows=3), 8).rows == 3, "as asked"
+    assert small.micro_batch_sizes[last.shape] == 1
+    assert memory_of(recipe, by_name("h100", None, "auto", "auto"), Options(micro_batch_size=3), 8).rows == 3, (
+        "as asked"
+    )
 
 
 def test_the_trainer_takes_what_fits(tokens: TokenFolder, tmp_path: Path) -> None:
-    whole, parts = (tiny_trainer(tokens, tmp_path / name, {"schedule.rows": 5}) for name in ("whole", "parts"))
+    whole, parts = (tiny_trainer(tokens, tmp_path / name, {"schedule.batch_size": 5}) for name in ("whole", "parts"))
     stage = whole.recipe.schedule.at(0)
     batch = Loop(whole).batches().next()
     parts.fitting = {stage.shape: 2}
@@ -188,12 +190,12 @@ def test_the_trainer_takes_what_fits(tokens: TokenFolder, tmp_path: Path) -> Non
     assert sizes == [2, 2, 1]
 
 
-@pytest.mark.parametrize("micro_rows", [None, 1])
+@pytest.mark.parametrize("micro_batch_size", [None, 1])
 def test_the_trainer_asks_what_fits_before_it_compiles(
-    tokens: TokenFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, micro_rows: int | None
+    tokens: TokenFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, micro_batch_size: int | None
 ) -> None:
     machine = dataclasses.replace(choose("cpu", "float32", 1), device=torch.device("cuda"))
-    stage, options = TINY.schedule.at(0), Options(micro_rows=micro_rows)
+    stage, options = TINY.schedule.at(0), Options(micro_batch_size=micro_batch_size)
     row = {"graph": graph_of(TINY, stage, machine.attention), "rows": 1, "peak": 2**30}
     monkeypatch.setattr(memory, "table", lambda: [row])
     monkeypatch.setattr(GPT, "to", lambda model, _: model)
@@ -202,7 +204,7 @@ def test_the_trainer_asks_what_fits_before_it_compiles(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     monkeypatch.setattr(memory.telemetry, "memory_bytes", lambda _: gpu.total_memory)
     rest = NullRunFolder(tmp_path), Progress(1, quiet=True)
-    assert Trainer(Job(TINY, tokens, machine, options, *rest)).fitting == ({} if micro_rows else {stage.shape: 2})
+    assert Trainer(Job(TINY, tokens, machine, options, *rest)).fitting == ({} if micro_batch_size else {stage.shape: 2})
     for small in (dataclasses.replace(machine, memory=2**29), machine):
         with pytest.raises(UserError, match=r"A micro-batch of 1 row takes about 1.0 GiB"):
             Trainer(Job(TINY, tokens, small, options, *rest))
@@ -225,7 +227,7 @@ def test_a_warm_up_that_ran_out_of_memory_visits_all_stages_again(tokens: TokenF
 
     trainer.micro_loss = tight  # type: ignore[method-assign]
     warm_up(trainer)
-    assert trainer.micro_rows == 1
+    assert trainer.micro_batch_size == 1
     assert seen[:4] == [2, 2, 4, 4]
     assert seen[-2 * (2 + 4 + 8) :] == [1] * 28, "all three stages, twice each, row by row"
 

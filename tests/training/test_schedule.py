@@ -24,7 +24,7 @@ def test_the_trapezoid_of_the_record_before_muon() -> None:
 
 
 def test_the_floor_is_where_the_cooldown_ends() -> None:
-    schedule = ScheduleConfig(steps=100, warmup=0.0, cooldown=0.5, floor=0.1)
+    schedule = ScheduleConfig(steps=100, warmup=0.0, cooldown=0.5, min_lr_ratio=0.1)
     assert schedule.at(0).lr == schedule.at(50).lr == 1.0
     assert schedule.at(75).lr == pytest.approx(0.5 + 0.1 * 0.5)
     assert schedule.at(100).lr == pytest.approx(0.1)
@@ -36,7 +36,7 @@ def test_no_warmup_and_no_cooldown_is_constant() -> None:
 
 
 def test_the_rate_never_jumps_and_never_leaves_its_bounds() -> None:
-    schedule = ScheduleConfig(steps=997, warmup=0.1, cooldown=0.6, floor=0.02)
+    schedule = ScheduleConfig(steps=997, warmup=0.1, cooldown=0.6, min_lr_ratio=0.02)
     rates = [schedule.at(s).lr for s in range(997)]
     assert min(rates) > 0
     assert max(rates) == 1.0
@@ -45,7 +45,14 @@ def test_the_rate_never_jumps_and_never_leaves_its_bounds() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"steps": 0}, {"rows": 0}, {"length": -1}, {"warmup": 1.5}, {"floor": -0.1}, {"warmup": 0.6, "cooldown": 0.6}],
+    [
+        {"steps": 0},
+        {"batch_size": 0},
+        {"seq_len": -1},
+        {"warmup": 1.5},
+        {"min_lr_ratio": -0.1},
+        {"warmup": 0.6, "cooldown": 0.6},
+    ],
 )
 def test_impossible_schedules_are_refused(change: dict[str, float]) -> None:
     with pytest.raises(UserError):
@@ -61,7 +68,7 @@ def test_a_scaled_schedule_keeps_the_share_of_everything(name: str, total: int) 
         scaled = whole.scaled(total)
         assert scaled.total == total
         assert scaled.scaled(total) == scaled
-        for count in ("extension", "momentum_warmup", "momentum_cooldown"):
+        for count in ("extra_steps", "momentum_warmup", "momentum_cooldown"):
             before, after = getattr(whole, count), getattr(scaled, count)
             assert (before > 0) == (after > 0)
             assert abs(after - before * total / whole.total) <= 1

@@ -12,18 +12,17 @@ BLOCK = 128
 
 # The short track's record of January 2026: 1,800 scheduled steps and 40 more.
 SHORT = ScheduleConfig(
-    steps=1800, extension=40, length=2048, warmup=0.0, cooldown=0.5, floor=0.1,
-    batch_ramp=(64, 128, 192), lr_ramp=(1.0, 1.52, 1.73), window_ramp=(3 * BLOCK, 7 * BLOCK, 11 * BLOCK),
-    window_extension=13 * BLOCK, window_final=20 * BLOCK, momentum_warmup=300, momentum_cooldown=50, predict=3,
-    split=2 / 3,
+    steps=1800, extra_steps=40, seq_len=2048, warmup=0.0, cooldown=0.5, min_lr_ratio=0.1, batch_ramp=(64, 128, 192),
+    lr_ramp=(1.0, 1.52, 1.73), window_ramp=(3 * BLOCK, 7 * BLOCK, 11 * BLOCK), window_extra=13 * BLOCK,
+    window_final=20 * BLOCK, momentum_warmup=300, momentum_cooldown=50, mtp_tokens=3, untie_at=2 / 3,
 )  # fmt: skip
 
 # The medium track's record of the same week: 4,700 and 40.
 MEDIUM = ScheduleConfig(
-    steps=4700, extension=40, length=4096, warmup=0.0, cooldown=0.7, floor=0.1,
+    steps=4700, extra_steps=40, seq_len=4096, warmup=0.0, cooldown=0.7, min_lr_ratio=0.1,
     batch_ramp=(32, 64, 96, *[128] * 9), lr_ramp=(1.0, 1.52, 1.73, *[2.0] * 9),
     window_ramp=tuple(BLOCK * b for b in (3, 7, 11, 13, 15, 17, 19, 21, 23, 23, 23, 23)), window_short=11 * BLOCK,
-    window_final=27 * BLOCK, momentum_warmup=300, momentum_cooldown=50, predict=3, predict_until=0.25, split=1 / 6,
+    window_final=27 * BLOCK, momentum_warmup=300, momentum_cooldown=50, mtp_tokens=3, mtp_until=0.25, untie_at=1 / 6,
 )  # fmt: skip
 
 
@@ -64,8 +63,8 @@ def test_the_extension_is_flat_and_has_its_own_window() -> None:
     assert {stage.lr for stage in extension} == {0.1}
     assert {stage.windows for stage in extension} == {Windows(6 * BLOCK, 13 * BLOCK)}
     before = ScheduleConfig(
-        steps=2245, extension=40, cooldown=0.5, warmup=0.0, floor=0.1, length=2048,
-        window_ramp=(3 * BLOCK, 7 * BLOCK, 11 * BLOCK), window_extension=13 * BLOCK, window_final=20 * BLOCK,
+        steps=2245, extra_steps=40, cooldown=0.5, warmup=0.0, min_lr_ratio=0.1, seq_len=2048,
+        window_ramp=(3 * BLOCK, 7 * BLOCK, 11 * BLOCK), window_extra=13 * BLOCK, window_final=20 * BLOCK,
     )  # fmt: skip
     assert {before.at(s).lr for s in range(2245, 2285)} == {0.1}
     assert before.at(2244).lr == pytest.approx(0.1, abs=1e-3)
@@ -133,10 +132,12 @@ def test_the_split_is_odd_and_final() -> None:
 
 def test_the_cubic_window() -> None:
     """3,456 tokens in the end; blocks at tenths of the run."""
-    cubic = ScheduleConfig(steps=1000, length=3456, window_cubic=27 * BLOCK)
+    cubic = ScheduleConfig(steps=1000, seq_len=3456, window_cubic=27 * BLOCK)
     blocks = [cubic.at(s).windows.long // BLOCK for s in (0, 100, 200, 300, 500, 700, 800, 900)]  # type: ignore[union-attr]
     assert blocks == [1, 7, 11, 13, 14, 15, 17, 21]
-    assert ScheduleConfig(steps=10, extension=1, length=3456, window_cubic=27 * BLOCK).at(10).windows.long == 27 * BLOCK  # type: ignore[union-attr]
+    assert (
+        ScheduleConfig(steps=10, extra_steps=1, seq_len=3456, window_cubic=27 * BLOCK).at(10).windows.long == 27 * BLOCK
+    )  # type: ignore[union-attr]
 
 
 def test_the_trapezoid() -> None:
@@ -158,12 +159,12 @@ def test_the_warm_up_visits_every_shape_once() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"predict": 2}, "schedule.predict is 2; it must be one of: 1, 3"),
-        ({"window_ramp": (100,)}, "A window of 100 tokens is not made of whole blocks of 128"),
+        ({"mtp_tokens": 2}, "schedule.mtp_tokens is 2; it must be one of: 1, 3"),
+        ({"window_ramp": (100,)}, "A window of 100 tokens is no multiple of schedule.window_block 128"),
         ({"window_ramp": (128,), "window_cubic": 128}, "exclude each other"),
         ({"window_final": 128}, "need a window_ramp or window_cubic"),
         ({"batch_ramp": (0, 1)}, "schedule.batch_ramp is (0, 1); every value must be at least 1"),
-        ({"extension": -1}, "schedule.extension is -1; it must be at least 0"),
+        ({"extra_steps": -1}, "schedule.extra_steps is -1; it must be at least 0"),
         ({"momentum_low": math.nan}, "schedule.momentum_low is nan"),
     ],
 )

@@ -19,11 +19,11 @@ TINY = Recipe(
     name="tiny",
     track="own",
     about="for tests",
-    model=GPTConfig(vocab=4096, layers=2, width=32, heads=2),
+    model=GPTConfig(vocab_size=4096, num_layers=2, dim=32, num_heads=2),
     loader=LoaderConfig(),
     optim=OptimConfig(lr=0.01),
-    schedule=ScheduleConfig(steps=12, rows=4, length=32),
-    validation=ValidationConfig(every=5, rows=4, length=32),
+    schedule=ScheduleConfig(steps=12, batch_size=4, seq_len=32),
+    validation=ValidationConfig(every=5, batch_size=4, seq_len=32),
 )
 
 

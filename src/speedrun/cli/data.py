@@ -87,7 +87,7 @@ def fetch(args: Sequence[str]) -> int:
             raise UserError(f"Track {track.name!r} does not use {fineweb.NAME}; choose short or medium.")
         recipe = get_recipe(given.recipe or default_for(track.name), track.name)
         tokens = recipe.schedule.tokens
-        chunks = fineweb.chunks_needed(tokens, recipe.schedule.length, recipe.loader)
+        chunks = fineweb.chunks_needed(tokens, recipe.schedule.seq_len, recipe.loader)
         say(f"{recipe.name} at {recipe.track} size trains on {tokens:,} tokens: {chunks} chunks")
     elif given.recipe or given.track:
         raise UserError(f"--chunks {chunks} says it already; drop --recipe and --track.")

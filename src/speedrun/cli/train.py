@@ -51,10 +51,10 @@ PARTS = ("model", "loader", "optim", "schedule", "validation", "compiler")
 class RunOptions(Options):
     """The options of a run that are flags as they are; `train` finds the others from its own flags."""
 
-    micro_rows: Annotated[Positive | None, unset("INT")] = None
+    micro_batch_size: Annotated[Positive | None, unset("INT")] = None
     plan: Annotated[str | None, unset("SHA256")] = None
     compile: tyro.conf.Suppress[bool] = True
-    checkpoint_every: tyro.conf.Suppress[int] = 0
+    checkpoint_every: tyro.conf.Suppress[None] = None
     val_tokens: tyro.conf.Suppress[int | None] = None
     curve: tyro.conf.Suppress[None] = None
 
@@ -127,8 +127,8 @@ class Train:
         return recipe, cls.from_recipe(
             recipe,
             target=target,
-            options=RunOptions(**{**vars(options), "curve": None, "trace": 0}),
-            checkpoint_every=options.checkpoint_every,
+            options=RunOptions(**{**vars(options), "checkpoint_every": None, "curve": None, "trace": 0}),
+            checkpoint_every=options.checkpoint_every or 0,
             compile=options.compile,
             val_tokens=None if options.val_tokens == usual else options.val_tokens,
             curve=options.curve.record if options.curve else "none",

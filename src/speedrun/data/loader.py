@@ -44,12 +44,12 @@ Packing = Literal["stream", "documents"]
 class LoaderConfig:
     packing: Packing = "stream"
     """stream: rows of the token stream, no boundaries. documents: rows know where documents begin."""
-    order: Literal["rows", "shuffle", "sequential"] = "shuffle"
-    """sequential: the stream as it lies in the shards. shuffle: documents in an order drawn per epoch.
-    rows: the rows of that stream in a drawn order, too, so that a batch is not a few neighbouring pages."""
+    shuffle: Literal["documents", "sequences"] | None = "documents"
+    """None: the stream as it lies in the shards. documents: these in an order drawn per epoch. sequences: the sequences
+    of that stream in a drawn order, too, so that a batch is not a few neighbouring pages."""
     tail: Literal["split", "discard"] = "split"
     """What becomes of a document that does not fit; for documents packing only."""
-    max_document: Positive = 2048
+    max_doc_len: Positive = 2048
     """Longest piece of a document, in tokens; for documents packing only."""
 
     def __post_init__(self) -> None:
@@ -64,12 +64,12 @@ class Batch:
     """Per row the offsets (int64, ascending, first 0) where a piece begins; None for stream packing."""
     state: dict[str, Any]
     """State of the loader after this batch, for checkpoints."""
-    max_document: int | None = None
+    max_doc_len: int | None = None
     """No piece is longer; None: a row's length."""
 
     def rows(self, begin: int, end: int) -> "Batch":
         doc_starts = None if self.doc_starts is None else self.doc_starts[begin:end]
-        return Batch(self.inputs[begin:end], self.targets[begin:end], doc_starts, self.state, self.max_document)
+        return Batch(self.inputs[begin:end], self.targets[begin:end], doc_starts, self.state, self.max_doc_len)
 
     @property
     def counted(self) -> int:
@@ -81,13 +81,13 @@ class Batch:
         """int32: where each piece begins in the rows laid end to end, and the end, once for each empty piece after it.
 
         Empty pieces make batches of one shape alike: the usual number has room for pieces of USUAL_DOCUMENT tokens and
-        for the cuts of `max_document`. Any data may have more, so it doubles until they fit.
+        for the cuts of `max_doc_len`. Any data may have more, so it doubles until they fit.
         """
         if self.doc_starts is None:
             return None
         rows, seq_len = self.inputs.shape
         begins = np.concatenate([[0], *(starts + row * seq_len for row, starts in enumerate(self.doc_starts))])[1:]
-        room = rows * (math.ceil(seq_len / USUAL_DOCUMENT) + math.ceil(seq_len / (self.max_document or seq_len)))
+        room = rows * (math.ceil(seq_len / USUAL_DOCUMENT) + math.ceil(seq_len / (self.max_doc_len or seq_len)))
         while room < len(begins):
             room *= 2
         return torch.from_numpy(np.pad(begins, (0, room + 1 - len(begins)), constant_values=rows * seq_len)).int()
@@ -187,7 +187,7 @@ class Loader:
         self, line: DocumentOrder, place: tuple[int, int], position: int, rows: int, seq_len: int
     ) -> tuple[Sequence[int], int]:
         """Where in the line of (epoch, shard) up to `rows` rows begin, and the position after them."""
-        if self.config.order == "rows" and not self._discard:
+        if self.config.shuffle == "sequences" and not self._discard:
             # The position counts tokens, so that it keeps its meaning when the length of the rows changes.
             done = -(-position // seq_len)
             chosen = self._deal(place, (int(line.cu_seqlens[-1]) - 1) // seq_len, seq_len)[done : done + rows]
@@ -220,18 +220,18 @@ class Loader:
             first, last = line.between(np.array(places), seq_len)
             starts = [line.cu_seqlens[a - 1 : b] - line.cu_seqlens[a - 1] for a, b in zip(first, last, strict=True)]
             return taken[:, :-1].astype(np.int64), taken[:, 1:].astype(np.int64), starts
-        if self.config.order == "rows":
+        if self.config.shuffle == "sequences":
             taken = np.stack([line.read(place, place + seq_len + 1) for place in places])  # (R, T + 1)
             if self._packed:
                 inner = [line.inner(place, place + seq_len) for place in places]
-                starts = [piece_starts(begins, 1, seq_len, self.config.max_document)[0] for begins in inner]
+                starts = [piece_starts(begins, 1, seq_len, self.config.max_doc_len)[0] for begins in inner]
             return taken[:, :-1].astype(np.int64), taken[:, 1:].astype(np.int64), starts
         begin, end = places[0], places[0] + count * seq_len  # the rows lie end to end
         stretch = line.read(begin, end + 1)
         inputs = stretch[:-1].astype(np.int64).reshape(count, seq_len)
         targets = stretch[1:].astype(np.int64).reshape(count, seq_len)
         if self._packed:
-            starts = piece_starts(line.inner(begin, end), count, seq_len, self.config.max_document)
+            starts = piece_starts(line.inner(begin, end), count, seq_len, self.config.max_doc_len)
         return inputs, targets, starts
 
     def _batch(self, parts: list[tuple[np.ndarray, np.ndarray, list[np.ndarray]]]) -> Batch:
@@ -239,7 +239,7 @@ class Loader:
         if len(parts) > 1:
             inputs, targets = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
         starts = tuple(start for part in parts for start in part[2]) if self._packed else None
-        longest = self.config.max_document
+        longest = self.config.max_doc_len
         return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), starts, self.state_dict(), longest)
 
     # --- shards ---
@@ -248,13 +248,13 @@ class Loader:
         if self._arranged is None or self._arranged[0] != (epoch, shard):
             index = int(self._draw(epoch, len(self.shards), len(self.shards))[shard])
             tokens, begins, lengths = self._open(index)
-            if self.config.order != "sequential":
+            if self.config.shuffle is not None:
                 order = self._draw(epoch, index, len(begins))
                 begins, lengths = begins[order], lengths[order]
             if self._discard:
-                lengths = np.minimum(lengths, self.config.max_document)
+                lengths = np.minimum(lengths, self.config.max_doc_len)
             cu_seqlens = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(lengths)))
-            sequential = self.config.order == "sequential" and not self._discard
+            sequential = self.config.shuffle is None and not self._discard
             self._arranged = (epoch, shard), DocumentOrder(tokens, begins, cu_seqlens, sequential)
         return self._arranged[1]
 
@@ -267,7 +267,7 @@ class Loader:
     def _draw(self, epoch: int, what: int, count: int, seq_len: int | None = None) -> np.ndarray:
         """An order of `count` things: the documents of shard `what`, or the shards if it is their number, or
         (with `length`) the rows of the shard at place `what`."""
-        if self.config.order == "sequential":
+        if self.config.shuffle is None:
             return np.arange(count)
         # Raw output of a bit generator is the one thing numpy promises not to change between versions.
         entropy = [self.seed, epoch, what] if seq_len is None else [self.seed, epoch, what, seq_len]
@@ -289,7 +289,7 @@ class Loader:
         most = 0
         for index in range(len(self.shards)):
             lengths = self._open(index)[2]
-            most = max(most, int((np.minimum(lengths, self.config.max_document) if self._discard else lengths).sum()))
+            most = max(most, int((np.minimum(lengths, self.config.max_doc_len) if self._discard else lengths).sum()))
         return UserError(
             f"No row of {seq_len} tokens can be made: it takes {seq_len + 1} tokens of one shard, and the largest "
             f"of {len(self.shards)} has {most}; choose shorter rows or more text."
@@ -334,12 +334,12 @@ def validation_batches(
     bos: int,
     vocab_size: int,
     packing: Packing,
-    max_document: int | None,
+    max_doc_len: int | None,
     tokens: int | None = None,
 ) -> Iterator[Batch]:
     """Contiguous rows over a whole split, or over its first `tokens` predictions; all batches have one shape.
 
-    Without `max_document` a piece begins at a separator or with a row, and nowhere else.
+    Without `max_doc_len` a piece begins at a separator or with a row, and nowhere else.
     The shards are one stream, in which every token after the first is predicted exactly once. What is missing
     at the end of the last row and of the last batch is padded with separators whose targets do not count.
     """
@@ -366,7 +366,7 @@ def validation_batches(
         if packing == "documents":
             inner = np.flatnonzero(inputs[: end - begin] == bos)
             inner = np.append(inner, end - begin) if end - begin < size else inner  # padding is a piece of its own
-            starts = tuple(piece_starts(inner, batch_size, seq_len, max_document or seq_len))
+            starts = tuple(piece_starts(inner, batch_size, seq_len, max_doc_len or seq_len))
         shape = batch_size, seq_len
         found = torch.from_numpy(inputs.reshape(shape)), torch.from_numpy(targets.reshape(shape))
-        yield Batch(*found, starts, {}, max_document)
+        yield Batch(*found, starts, {}, max_doc_len)

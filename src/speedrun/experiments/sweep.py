@@ -1,6 +1,6 @@
 """Search a recipe's fields within a budget, and keep every result.
 
-    speedrun sweep --vary optim.lr=0.001..0.01:log schedule.rows=4,8,16 --method halving --trials 9 --budget 60
+    speedrun sweep --vary optim.lr=0.001..0.01:log schedule.batch_size=4,8,16 --method halving --trials 9 --budget 60
 
 A value list (`a,b,c`) or a range (`low..high`, with `:log` for a logarithmic one) can be given for any field, steps
 included. `--clock 150` sets the steps of each candidate so that it trains 150 seconds on this machine, which is how
@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -107,12 +108,18 @@ class Range:
                 raise UserError(
                     f"{text!r} is no range; write {name}=low..high, with :log for a logarithmic one."
                 ) from None
-            if isinstance(old, bool) or not isinstance(old, (int, float)):
+            if isinstance(old, bool) or not isinstance(old, (int, float, NoneType)):
                 raise UserError(f"{text!r} is a range, but {name} is no number (it is {old!r} now); list its values.")
             least = 0.0 if kind == "log" else -math.inf
             if kind not in ("", "log") or not least < bounds[0] < bounds[1] < math.inf:
                 raise UserError(f"{text!r} is no range; low must be below high, both finite, and above 0 for :log.")
-            return cls(name, low=bounds[0], high=bounds[1], log=kind == "log", whole=isinstance(old, int))
+            return cls(
+                name,
+                low=bounds[0],
+                high=bounds[1],
+                log=kind == "log",
+                whole=isinstance(old, int) or (old is None and "." not in low + high),
+            )
         choices = [value_of(v, old, name) for v in values.split(",") if v != ""]
         if not choices:
             raise UserError(f"{text!r} names no values; write {name}=a,b,c or {name}=low..high.")
@@ -146,11 +153,13 @@ def value_of(text: str, old: Any, name: str) -> Any:
     try:
         if isinstance(old, bool):
             return {"true": True, "false": False}[text.lower()]
-        if text == "None" and not isinstance(old, str):
+        if text == "None":
             return None
+        if old is None and text[:1].isalpha():  # a word; the recipe refuses one that it does not know
+            return text
         return type(old)(text) if isinstance(old, (int, float, str)) else json.loads(text)
     except (KeyError, ValueError):
-        kind = "whole numbers" if old is None else type(old).__name__
+        kind = "a number, or whole numbers in []" if old is None else type(old).__name__
         raise UserError(f"{name}={text} does not fit: its type is {kind}, as in {old!r}.") from None
 
 
@@ -193,7 +202,7 @@ class SweepRunner:
             "optim.",
             "schedule.warmup",
             "schedule.cooldown",
-            "schedule.floor",
+            "schedule.min_lr_ratio",
             "schedule.steps",
             "validation.",
         )

@@ -119,7 +119,7 @@ def _belongs(run: Run, plan: Plan, plan_sha256: str, source: Path, recipe: Recip
     file = _option(about.command, "--recipe") or ""
     if Path(file).name != plans.recipe_file(run.entry.side):
         yield f"its command says --recipe {file}, planned was {plans.recipe_file(run.entry.side)}"
-    wanted = {"splits": plan.splits, "val_tokens": plan.val_tokens, "checkpoint_every": 0}
+    wanted = {"splits": plan.splits, "val_tokens": plan.val_tokens, "checkpoint_every": None}
     wanted |= {"save": False, "compile": plan.settings.compile}
     for name, value in wanted.items():
         if getattr(options, name) != value:

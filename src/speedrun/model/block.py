@@ -88,52 +88,52 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
         c = self.config = config
-        self.qkv = CastedLinear(c.width, 3 * c.width)
-        self.out = CastedLinear(c.width, c.width)
-        self.long = layer in c.long_layers
-        if c.attention_gates:
-            self.gate = nn.Parameter(torch.zeros(c.heads, c.gate_inputs))
-        if c.value_gates and layer in dict(c.value_layers):
-            self.value_gate = nn.Parameter(torch.zeros(c.heads, c.gate_inputs))
-        if c.attention_lambdas:
+        self.qkv = CastedLinear(c.dim, 3 * c.dim)
+        self.out = CastedLinear(c.dim, c.dim)
+        self.long = layer in c.attention.long_layers
+        if c.attention.gates:
+            self.gate = nn.Parameter(torch.zeros(c.num_heads, c.gate_inputs))
+        if c.embeddings.value_gates and layer in dict(c.embeddings.value_layers):
+            self.value_gate = nn.Parameter(torch.zeros(c.num_heads, c.gate_inputs))
+        if c.attention.lambdas:
             self.lambdas = nn.Parameter(torch.tensor([0.5, 1.0]))
-        if c.value_lambdas:
+        if c.embeddings.value_lambdas:
             self.value_lambdas = nn.Parameter(torch.tensor([0.5, 0.5]))
 
     def forward(self, x_BTD: Tensor, value_BTD: Tensor | None, args: AttentionArgs) -> Tensor:
         B, T, D = x_BTD.shape
         c = self.config
         # Muon's updates have a fixed size; two learned numbers let a layer's output be large or small.
-        scales = self.lambdas if c.attention_lambdas else (None, None)
+        scales = self.lambdas if c.attention.lambdas else (None, None)
         qkv = self.qkv(x_BTD, scales[0])
-        q, k, v = qkv.view(B, T, 3, c.heads, c.head_dim).unbind(2)  # each (B, T, H, K)
-        if c.qk_norm:  # bounded scores allow a high learning rate (arXiv:2010.04245)
+        q, k, v = qkv.view(B, T, 3, c.num_heads, c.head_dim).unbind(2)  # each (B, T, H, K)
+        if c.attention.qk_norm:  # bounded scores allow a high learning rate (arXiv:2010.04245)
             q, k = norm(q, c.norm_eps), norm(k, c.norm_eps)
         # Scores depend on the distance of two tokens (arXiv:2104.09864), stretched by YaRN (arXiv:2309.00071).
         q, k = rotate(q, args.cos, args.sin), rotate(k, args.cos, args.sin)
         v = self.mix_values(v, x_BTD, value_BTD)
-        if c.key_offset and self.long:
+        if c.attention.key_offset and self.long:
             k = self.partial_key_offset(k, args.follows_BT)
         # Most layers look back only a short window: nearby tokens matter most, and the cost falls with the window.
         window = None if args.windows is None else (args.windows.long if self.long else args.windows.short)
         y = attend(q, k, v, window=window, scale=args.scale, shared=args.mask)
-        if c.attention_gates:  # softmax weights sum to 1; a gate lets a head add nothing (arXiv:2505.06708)
+        if c.attention.gates:  # softmax weights sum to 1; a gate lets a head add nothing (arXiv:2505.06708)
             y = y * gate(x_BTD, self.gate)[..., None]
         return self.out(y.reshape(B, T, D), scales[1])
 
     def mix_values(self, v_BTHK: Tensor, x_BTD: Tensor, value_BTD: Tensor | None) -> Tensor:
         """Add the value embeddings of the tokens: many parameters, hardly any arithmetic (modded-nanogpt)."""
         c = self.config
-        if c.value_norm:
+        if c.attention.value_norm:
             v_BTHK = norm(v_BTHK, c.norm_eps)
-        if c.value_lambdas:
+        if c.embeddings.value_lambdas:
             v_BTHK = self.value_lambdas[0] * v_BTHK
         if value_BTD is None:
             return v_BTHK
         extra = value_BTD.view_as(v_BTHK)
-        if c.value_gates:
+        if c.embeddings.value_gates:
             extra = extra * (2 * gate(x_BTD, self.value_gate))[..., None]
-        return v_BTHK + (self.value_lambdas[1] * extra if c.value_lambdas else extra)
+        return v_BTHK + (self.value_lambdas[1] * extra if c.embeddings.value_lambdas else extra)
 
     def partial_key_offset(self, k_BTHK: Tensor, follows_BT: Tensor | None) -> Tensor:
         """The channels that do not rotate get the key of the previous token (modded-nanogpt).
@@ -152,8 +152,8 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.activation = config.activation
-        self.up = CastedLinear(config.width, config.mlp_dim)
-        self.down = CastedLinear(config.mlp_dim, config.width)
+        self.up = CastedLinear(config.dim, config.mlp_dim)
+        self.down = CastedLinear(config.mlp_dim, config.dim)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)
@@ -175,9 +175,9 @@ class Block(nn.Module):
     def forward(self, x_BTD: Tensor, value_BTD: Tensor | None, args: AttentionArgs) -> Tensor:
         c, x = self.config, x_BTD
         if self.has_attention:
-            y = self.attention(norm(x, c.norm_eps) if c.attention_norm else x, value_BTD, args)
-            if c.attention_residual == "depth":  # keeps the residual stream from growing with the number of layers
-                y = y * (1 / math.sqrt(2 * c.layers))
+            y = self.attention(norm(x, c.norm_eps) if c.attention.norm else x, value_BTD, args)
+            if c.attention.residual_scale == "depth":  # the residual stream does not grow with the number of layers
+                y = y * (1 / math.sqrt(2 * c.num_layers))
             x = x + y
         if self.has_mlp:
             x = x + self.mlp(norm(x, c.norm_eps))
@@ -186,8 +186,8 @@ class Block(nn.Module):
     def reset(self) -> None:
         c = self.config  # zero_init: a block whose last matrices are zero begins by adding nothing
         if self.has_attention:
-            self.attention.qkv.reset(c.init_scale)
-            self.attention.out.reset(c.init_scale, zero=c.zero_init)
+            self.attention.qkv.reset(c.init.scale)
+            self.attention.out.reset(c.init.scale, zero=c.init.zero_init)
         if self.has_mlp:
-            self.mlp.up.reset(c.mlp_init_scale or c.init_scale)
-            self.mlp.down.reset(c.init_scale, zero=c.zero_init)
+            self.mlp.up.reset(c.init.mlp_scale or c.init.scale)
+            self.mlp.down.reset(c.init.scale, zero=c.init.zero_init)

@@ -64,34 +64,37 @@ class GPT(nn.Module):
         super().__init__()
         c = self.config = config
         self.context, self.backend = context, backend
-        self.embed = nn.Parameter(torch.empty(c.vocab, c.width))
-        self.blocks = nn.ModuleList(Block(c, layer) for layer in range(c.layers))
-        self.head = None if c.tied and not c.split else nn.Parameter(torch.empty(c.vocab, c.width))
-        if c.second_embedding:
-            self.embed2 = nn.Parameter(torch.empty(c.vocab, c.width))
-        self.value_embeds = nn.ParameterList(torch.empty(c.vocab, c.width) for _ in range(c.value_tables))
-        if c.bigram_rows:
-            width = c.bigram_width or c.width
-            self.bigram_embed = nn.Parameter(torch.zeros(c.bigram_rows, width))
-            self.bigram_lambdas = nn.Parameter(torch.full((c.layers,), 0.1))
+        self.embed = nn.Parameter(torch.empty(c.vocab_size, c.dim))
+        self.blocks = nn.ModuleList(Block(c, layer) for layer in range(c.num_layers))
+        self.head = None if c.head.tied and not c.head.untie else nn.Parameter(torch.empty(c.vocab_size, c.dim))
+        if c.embeddings.second:
+            self.embed2 = nn.Parameter(torch.empty(c.vocab_size, c.dim))
+        tables = range(c.embeddings.value_tables)
+        self.value_embeds = nn.ParameterList(torch.empty(c.vocab_size, c.dim) for _ in tables)
+        if c.embeddings.bigram_vocab_size:
+            width = c.embeddings.bigram_dim or c.dim
+            self.bigram_embed = nn.Parameter(torch.zeros(c.embeddings.bigram_vocab_size, width))
+            self.bigram_lambdas = nn.Parameter(torch.full((c.num_layers,), 0.1))
             signs = torch.randint(2, (BIGRAM_SIGNS, width), generator=torch.Generator().manual_seed(0))
             self.bigram_signs: Tensor
             self.register_buffer("bigram_signs", (2 * signs - 1).to(torch.int8), persistent=False)
-        if c.residual_lambdas:
-            self.residual_lambdas = nn.Parameter(torch.full((c.layers,), c.residual_lambdas))
-        if c.x0_lambdas:
-            self.x0_lambdas = nn.Parameter(torch.zeros(c.layers, 2 if c.second_embedding else 1))
-        if c.smear:
+        if c.residual.lambdas:
+            self.residual_lambdas = nn.Parameter(torch.full((c.num_layers,), c.residual.lambdas))
+        if c.residual.x0_lambdas:
+            self.x0_lambdas = nn.Parameter(torch.zeros(c.num_layers, 2 if c.embeddings.second else 1))
+        if c.embeddings.smear:
             self.smear_lambda = nn.Parameter(torch.zeros(1))
             self.smear_gate = nn.Parameter(torch.zeros(1, c.gate_inputs))
-        if c.smear_mtp:
+        if c.head.smear_mtp:
             self.smear_mtp_lambda = nn.Parameter(torch.zeros(1))
-        if c.skips:
-            self.skip_lambdas = nn.Parameter(torch.full((len(c.skips),), -1.5 if c.skip_form == "sigmoid" else 1.0))
-        if c.skip_gates:
-            self.skip_gates = nn.Parameter(torch.zeros(len(c.skips), c.gate_inputs))
-        if c.backout >= 0:
-            self.backout_lambdas = nn.Parameter(torch.tensor([0.5] if c.backout_form == "subtract" else [1.0, 0.0]))
+        if c.residual.skips:
+            initial = -1.5 if c.residual.skip_form == "sigmoid" else 1.0
+            self.skip_lambdas = nn.Parameter(torch.full((len(c.residual.skips),), initial))
+        if c.residual.skip_gates:
+            self.skip_gates = nn.Parameter(torch.zeros(len(c.residual.skips), c.gate_inputs))
+        if c.residual.backout is not None:
+            form = c.residual.backout_form
+            self.backout_lambdas = nn.Parameter(torch.tensor([0.5] if form == "subtract" else [1.0, 0.0]))
 
         self.cos: Tensor
         self.sin: Tensor
@@ -112,32 +115,33 @@ class GPT(nn.Module):
         """Draw the initial weights; gates, lambdas and everything else that starts at a fixed number has it already."""
         c = self.config
         for table in [self.embed] if self.head is None else [self.embed, self.head]:
-            if c.embed_std > 0:
-                nn.init.normal_(table, std=c.embed_std)
+            if c.embeddings.std is not None:
+                nn.init.normal_(table, std=c.embeddings.std)
             else:
-                nn.init.uniform_(table, -1 / math.sqrt(c.width), 1 / math.sqrt(c.width))
+                nn.init.uniform_(table, -1 / math.sqrt(c.dim), 1 / math.sqrt(c.dim))
         for block in self.blocks:
             assert isinstance(block, Block)
             block.reset()
-        if c.second_embedding:
+        if c.embeddings.second:
             nn.init.normal_(self.embed2)
         for values in self.value_embeds:
-            nn.init.normal_(values, std=c.value_std)
-        if self.head is not None and c.zero_init:
+            nn.init.normal_(values, std=c.embeddings.value_std)
+        if self.head is not None and c.init.zero_init:
             nn.init.zeros_(self.head)
 
     # ------------------------------------------------------------------ positions
 
     def apply_yarn(self, window_history: tuple[int, ...]) -> None:
         """Positions as YaRN leaves them after these long windows; does nothing without `yarn`."""
-        if self.config.yarn and window_history != self.window_history:
+        if self.config.attention.yarn and window_history != self.window_history:
             self.window_history = window_history
             self._positions(len(self.cos))
 
     def _positions(self, length: int) -> None:
         """Tables for `length` positions; they are computed, never learned or saved."""
         c = self.config
-        frequency, factor = yarn(frequencies(c.head_dim, c.rotary_base, c.rotary), self.window_history)
+        start = frequencies(c.head_dim, c.attention.rotary_base, c.attention.rotary)
+        frequency, factor = yarn(start, self.window_history)
         # Queries and keys are both multiplied by these, so each gets the root of the scores' factor.
         cos, sin = (table * math.sqrt(factor) for table in rotary_tables(length, frequency))
         device = self.embed.device
@@ -173,7 +177,7 @@ class GPT(nn.Module):
 
         One table for embedding and head is half the memory, and each learns from the other (arXiv:1608.05859).
         """
-        return self.embed if self.head is None or (tied and self.config.tied) else self.head
+        return self.embed if self.head is None or (tied and self.config.head.tied) else self.head
 
     def forward(
         self,
@@ -199,7 +203,7 @@ class GPT(nn.Module):
         # Logits are bounded by a soft cap (Gemma 2, arXiv:2408.00118), and may be computed in 8-bit floats.
         weight = self.head_weight(tied)
         return loss_sum(
-            x_BTD.flatten(0, 1), weight, targets_MN, mtp_weights_M, self.config, training=torch.is_grad_enabled()
+            x_BTD.flatten(0, 1), weight, targets_MN, mtp_weights_M, self.config.head, training=torch.is_grad_enabled()
         )
 
     def features(
@@ -216,25 +220,26 @@ class GPT(nn.Module):
         x = lookup(self.embed, ids_BT)
         # Value embeddings: token tables that some layers add to their values (modded-nanogpt).
         values = [lookup(table, ids_BT) for table in self.value_embeds]
-        if c.smear:
+        if c.embeddings.smear:
             # Add a gated share of the previous token's embedding: pairs of tokens without attention (modded-nanogpt).
             x = x + self.smear_lambda * gate(x, self.smear_gate) * previous_token(x, args.follows_BT)
-        if c.embed_norm:  # frequent and rare tokens enter with the same size
+        if c.embeddings.norm:  # frequent and rare tokens enter with the same size
             x = norm(x, c.norm_eps)
         x0 = [x]
-        if c.second_embedding:  # what later layers need to know of a token may differ from what the first needs
+        if c.embeddings.second:  # what later layers need to know of a token may differ from what the first needs
             x0.append(norm(lookup(self.embed2, ids_BT), c.norm_eps))
-        pairs = self.bigrams(ids_BT, args.follows_BT) if c.bigram_rows else None
-        tables, kept = dict(c.value_layers), {c.backout, *(source for source, _ in c.skips)}
+        pairs = self.bigrams(ids_BT, args.follows_BT) if c.embeddings.bigram_vocab_size else None
+        tables, backout = dict(c.embeddings.value_layers), c.residual.backout
+        kept = {backout, *(source for source, _ in c.residual.skips)}
         outputs: dict[int, Tensor] = {}
         for layer, block in enumerate(self.blocks):
-            for n, (source, target) in enumerate(c.skips):
+            for n, (source, target) in enumerate(c.residual.skips):
                 if target == layer:
                     # An early output, and the gradient on its way back, skips the layers between (modded-nanogpt).
                     x = x + self.skip_weight(n, x0[0]) * outputs[source]
-            if c.residual_lambdas:  # the stream may grow or fade with depth
+            if c.residual.lambdas:  # the stream may grow or fade with depth
                 x = self.residual_lambdas[layer] * x
-            if c.x0_lambdas:  # late layers still see which token it is (modded-nanogpt)
+            if c.residual.x0_lambdas:  # late layers still see which token it is (modded-nanogpt)
                 for n, embedding in enumerate(x0):
                     x = x + self.x0_lambdas[layer, n] * embedding
             if pairs is not None:  # what follows a pair of tokens need not be computed from each of them
@@ -242,8 +247,8 @@ class GPT(nn.Module):
             x = block(x, values[tables[layer]] if layer in tables else None, args)
             if layer in kept:
                 outputs[layer] = x
-        x = self.backout(x, outputs[c.backout]) if c.backout >= 0 else norm(x, c.norm_eps)
-        if c.smear_mtp:  # the head, too, reads a share of the previous position
+        x = norm(x, c.norm_eps) if backout is None else self.backout(x, outputs[backout])
+        if c.head.smear_mtp:  # the head, too, reads a share of the previous position
             x = x + self.smear_mtp_lambda * previous_token(x, args.follows_BT)
         return x
 
@@ -255,7 +260,7 @@ class GPT(nn.Module):
             number_BT = documents.ids_BT
             follows = number_BT == shift_tokens(number_BT[..., None], number_BT[:, :1, None] - 1)[..., 0]
         # With QK norm no score is above scale * head width (before YaRN): it decides how sharp attention can get.
-        scale = self.config.attention_scale or None
+        scale = self.config.attention.scale
         return AttentionArgs(self.cos[:T], self.sin[:T], scale, mask, follows, windows)
 
     def bigrams(self, ids_BT: Tensor, follows_BT: Tensor | None) -> Tensor:
@@ -268,25 +273,25 @@ class GPT(nn.Module):
         if follows_BT is None:
             follows_BT = (torch.arange(ids_BT.shape[1], device=ids_BT.device) > 0).expand_as(ids_BT)
         before_BT = shift_tokens(ids_BT) * follows_BT
-        last = self.config.bigram_rows - 1
+        last = len(self.bigram_embed) - 1
         row_BT = torch.where(follows_BT, ((36313 * ids_BT) ^ (27191 * before_BT)) % last, last)
         signs_BTD = self.bigram_signs[(ids_BT ^ before_BT) % BIGRAM_SIGNS]
         pairs_BTD = lookup(self.bigram_embed, row_BT) * signs_BTD
-        return F.pad(pairs_BTD, (0, self.config.width - pairs_BTD.shape[-1]))
+        return F.pad(pairs_BTD, (0, self.config.dim - pairs_BTD.shape[-1]))
 
     def skip_weight(self, n: int, x0: Tensor) -> Tensor:
         """How much of a skip is taken; with gates, at each position."""
         weight = self.skip_lambdas[n]
-        if self.config.skip_form == "sigmoid":
+        if self.config.residual.skip_form == "sigmoid":
             weight = torch.sigmoid(weight)
-        if self.config.skip_gates:
+        if self.config.residual.skip_gates:
             weight = weight * 2 * gate(x0, self.skip_gates[n : n + 1])
         return weight
 
     def backout(self, x: Tensor, output: Tensor) -> Tensor:
         """The final norm, with the output of a middle layer subtracted or mixed in (modded-nanogpt)."""
         eps = self.config.norm_eps
-        if self.config.backout_form == "subtract":
+        if self.config.residual.backout_form == "subtract":
             # What a middle layer wrote for the layers after it is not what the head should read.
             return norm(x - self.backout_lambdas[0] * output, eps)
         # What the head should read may also be found in a middle layer.
@@ -300,20 +305,20 @@ class GPT(nn.Module):
     def logits(self, ids_BT: Tensor) -> Tensor:
         """Float32 logits of the last position, (B, V)."""
         x_BD = self.features(ids_BT, windows=self.sampling_windows)[:, -1]
-        return logits_of(x_BD, self.head_weight(self.sampling_tied), self.config)
+        return logits_of(x_BD, self.head_weight(self.sampling_tied), self.config.head)
 
 
 def flops_per_token(config: GPTConfig, length: int, windows: Windows | None = None) -> float:
     """Matmul FLOPs of forward and backward per trained token: 6 per weight used, plus causal attention."""
     c = config
-    attention_layers = [i for i in range(c.layers) if i not in c.no_attention]
-    mlps = c.layers - len(c.no_mlp)
-    weights = len(attention_layers) * 4 * c.width**2 + mlps * 2 * c.width * c.mlp_dim + c.vocab * c.width
+    attention_layers = [i for i in range(c.num_layers) if i not in c.no_attention]
+    mlps = c.num_layers - len(c.no_mlp)
+    weights = len(attention_layers) * 4 * c.dim**2 + mlps * 2 * c.dim * c.mlp_dim + c.vocab_size * c.dim
     seen = 0.0  # keys per query, on average
     for i in attention_layers:
-        window = length if windows is None else (windows.long if i in c.long_layers else windows.short)
+        window = length if windows is None else (windows.long if i in c.attention.long_layers else windows.short)
         seen += length / 2 if window >= length else window - window**2 / (2 * length)
-    return 6.0 * weights + 12 * c.width * seen
+    return 6.0 * weights + 12 * c.dim * seen
 
 
 def count_parameters(config: GPTConfig) -> dict[str, int]:

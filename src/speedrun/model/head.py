@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from speedrun.model.config import GPTConfig
+from speedrun.model.config import HeadConfig
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -21,7 +21,7 @@ SAFE_LIMIT = 80.0  # exp of what a soft cap keeps below this, summed over any vo
 WITHOUT_FP8 = ("mps",)  # devices on which torch has no 8-bit floats at all
 
 
-def softcap(z: Tensor, config: GPTConfig) -> Tensor:
+def softcap(z: Tensor, config: HeadConfig) -> Tensor:
     """Logits kept within bounds, in the form the config names.
 
     With bounds no token can become so unlikely that its one appearance ruins a step.
@@ -36,18 +36,18 @@ def softcap(z: Tensor, config: GPTConfig) -> Tensor:
     return z
 
 
-def logits_of(x_ND: Tensor, weight_VD: Tensor, config: GPTConfig, training: bool = False) -> Tensor:
+def logits_of(x_ND: Tensor, weight_VD: Tensor, config: HeadConfig, training: bool = False) -> Tensor:
     """Float32 logits."""
-    if training and config.fp8_head and x_ND.device.type not in WITHOUT_FP8:
+    if training and config.fp8 and x_ND.device.type not in WITHOUT_FP8:
         z = fp8_linear(x_ND, weight_VD, *config.fp8_scales)
     else:
         z = F.linear(x_ND, weight_VD.to(x_ND.dtype))
     return softcap(z.float(), config)
 
 
-def log_total(logits: Tensor, config: GPTConfig) -> Tensor:
+def log_total(logits: Tensor, config: HeadConfig) -> Tensor:
     """Logarithm of the sum of exponentials over the last axis. Bounded logits need no pass that finds the largest."""
-    if config.softcap != "none" and config.softcap_limit <= SAFE_LIMIT:
+    if config.softcap and config.softcap_limit <= SAFE_LIMIT:
         return logits.exp().sum(-1).log()
     return logits.logsumexp(-1)
 
@@ -87,7 +87,7 @@ def loss_sum(
     weight_VD: Tensor,
     targets_MN: Tensor,
     weights_M: Tensor | None,
-    config: GPTConfig,
+    config: HeadConfig,
     training: bool = False,
 ) -> Tensor:
     """Sum over positions and k < M of weights[k] * loss of the target k + 1 tokens ahead (`targets_ahead`), all from
@@ -104,7 +104,7 @@ def loss_sum(
     return sum(losses[1:], losses[0])
 
 
-def surprise(logits_NV: Tensor, targets_MN: Tensor, weights_M: Tensor | None, config: GPTConfig) -> Tensor:
+def surprise(logits_NV: Tensor, targets_MN: Tensor, weights_M: Tensor | None, config: HeadConfig) -> Tensor:
     """The same from logits."""
     total = log_total(logits_NV, config)
     loss = torch.zeros_like(total)
@@ -130,7 +130,7 @@ def has_fp8_units(device: torch.device) -> bool:
 
 
 def describe_fp8(device: torch.device) -> tuple[str, str]:
-    """(what, why): how a recipe with model.fp8_head multiplies its head on this device."""
+    """(what, why): how a recipe with model.head.fp8 multiplies its head on this device."""
     if device.type in WITHOUT_FP8:
         return "the arithmetic of the other matmuls instead", f"torch has no 8-bit floats on {device.type}"
     if has_fp8_units(device):
@@ -166,7 +166,7 @@ def _(x_ND: Tensor, w_VD: Tensor, x_scale: float, w_scale: float, g_scale: float
     if x_ND.is_cuda and any(size % 16 for size in (*x_ND.shape, *w_VD.shape)):
         raise ValueError(
             f"8-bit products on a GPU need sizes that are multiples of 16, not {tuple(x_ND.shape)} and "
-            f"{tuple(w_VD.shape)}; choose such rows, width and vocabulary, or model.fp8_head False"
+            f"{tuple(w_VD.shape)}; choose such rows, width and vocabulary, or model.head.fp8 False"
         )
     out = x_ND.new_empty(x_ND.shape[0], w_VD.shape[0], dtype=torch.bfloat16)
     return out, x_ND.new_empty(x_ND.shape, dtype=E4M3), w_VD.new_empty(w_VD.shape, dtype=E4M3)

@@ -7,7 +7,7 @@ short size it is the record before Muon, whose form `gpt2` describes.
 from dataclasses import replace
 
 from speedrun.data import LoaderConfig
-from speedrun.model import GPTConfig
+from speedrun.model import AttentionConfig, GPTConfig, HeadConfig
 from speedrun.recipes import gpt2
 from speedrun.training import OptimConfig, Part, Recipe, ScheduleConfig, ValidationConfig
 
@@ -19,12 +19,15 @@ def pocket() -> Recipe:
         name="adamw",
         track="pocket",
         about=ABOUT,
-        model=GPTConfig(vocab=4096, layers=3, width=128, heads=4, tied=True, rotary_base=500.0),
-        loader=LoaderConfig(packing="stream", order="rows"),
+        model=GPTConfig(
+            vocab_size=4096, num_layers=3, dim=128, num_heads=4, attention=AttentionConfig(rotary_base=500.0),
+            head=HeadConfig(tied=True),
+        ),
+        loader=LoaderConfig(packing="stream", shuffle="sequences"),
         optim=OptimConfig(lr=0.001, beta1=0.8, beta2=0.99, weight_decay=1.0, embed=Part(lr=4.0)),
-        schedule=ScheduleConfig(steps=2700, rows=8, length=128, warmup=0.1),
-        validation=ValidationConfig(every=900, rows=64, length=128),
-    )
+        schedule=ScheduleConfig(steps=2700, batch_size=8, seq_len=128, warmup=0.1),
+        validation=ValidationConfig(every=900, batch_size=64, seq_len=128),
+    )  # fmt: skip
 
 
 def short() -> Recipe:

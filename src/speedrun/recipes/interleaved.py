@@ -6,21 +6,22 @@ kept by the optimizer; on a CPU the arithmetic is float32 all the same.
 
 import math
 from dataclasses import replace
-from typing import Any
 
 from speedrun.data import LoaderConfig
-from speedrun.model import GPTConfig
+from speedrun.model import AttentionConfig, EmbeddingConfig, GPTConfig, HeadConfig, InitConfig, ResidualConfig
 from speedrun.recipes.normuon import BLOCK, FLOAT32_EPS
 from speedrun.training import MuonPart, OptimConfig, Part, Recipe, ScheduleConfig, ValidationConfig
 
 ABOUT = "exact bf16 weights, betas and decay per module, multi-token prediction, ramps, the head split on the way"
 
-FORM: dict[str, Any] = dict(  # noqa: C408 - the same at every size; what names layers comes with the size
-    norm_eps=FLOAT32_EPS, tied=True, split=True, embed_norm=True, embed_std=0.005, rotary="half", rotary_base=1024.0,
-    yarn=True, attention_scale=0.1, attention_gates=True, attention_lambdas=True, key_offset=True, value_gates=True,
-    smear=True, residual_lambdas=1.1, x0_lambdas=True, skip_gates=True, softcap="sigmoid", softcap_limit=23.0,
-    softcap_shift=5.0, init_scale=math.sqrt(3), mlp_init_scale=0.5 * math.sqrt(3), across_documents=True,
-)  # fmt: skip
+# The same at every size; what names layers comes with the size.
+ATTENTION = AttentionConfig(
+    rotary="half", rotary_base=1024.0, yarn=True, scale=0.1, gates=True, lambdas=True, key_offset=True
+)
+EMBEDDINGS = EmbeddingConfig(norm=True, std=0.005, value_gates=True, smear=True)
+HEAD = HeadConfig(tied=True, untie=True, softcap="sigmoid", softcap_limit=23.0, softcap_shift=5.0)
+RESIDUAL = ResidualConfig(lambdas=1.1, x0_lambdas=True, skip_gates=True)
+INIT = InitConfig(scale=math.sqrt(3), mlp_scale=0.5 * math.sqrt(3))
 # The update of a matrix is scaled by sqrt(max(1, rows / cols)): 1 for attention, 2 for the MLP's first matrix, 1 for
 # its second. The record's own layout gave them 2, 2 and 4.
 MUON = MuonPart(
@@ -42,18 +43,19 @@ def pocket() -> Recipe:
         track="pocket",
         about=ABOUT,
         model=GPTConfig(
-            **FORM | {"rotary_base": 256.0, "embed_std": 0.02}, vocab=4096, layers=4, width=128, heads=4,
-            long_layers=(0, 3), no_attention=(2,), value_tables=2, value_layers=((0, 0), (1, 1), (3, 0)),
-            skips=((0, 2),), backout=2,
+            vocab_size=4096, num_layers=4, dim=128, num_heads=4, norm_eps=FLOAT32_EPS, no_attention=(2,),
+            across_documents=True, attention=replace(ATTENTION, rotary_base=256.0, long_layers=(0, 3)),
+            embeddings=replace(EMBEDDINGS, std=0.02, value_layers=((0, 0), (1, 1), (3, 0))),
+            head=HEAD, residual=replace(RESIDUAL, skips=((0, 2),), backout=2), init=INIT,
         ),
-        loader=LoaderConfig(packing="documents", order="rows", max_document=128),
+        loader=LoaderConfig(packing="documents", shuffle="sequences", max_doc_len=128),
         optim=replace(OPTIM, lr=0.016),
         schedule=ScheduleConfig(
-            steps=625, extension=40, length=128, warmup=0.0, cooldown=0.5, floor=0.1, batch_ramp=(8, 16, 24),
-            lr_ramp=(1.0, 1.52, 1.73), window_ramp=(32, 64, 96), window_extension=112, window_final=128,
-            window_block=16, momentum_warmup=200, momentum_cooldown=50, predict=3, split=2 / 3,
+            steps=625, extra_steps=40, seq_len=128, warmup=0.0, cooldown=0.5, min_lr_ratio=0.1, batch_ramp=(8, 16, 24),
+            lr_ramp=(1.0, 1.52, 1.73), window_ramp=(32, 64, 96), window_extra=112, window_final=128,
+            window_block=16, momentum_warmup=200, momentum_cooldown=50, mtp_tokens=3, untie_at=2 / 3,
         ),
-        validation=ValidationConfig(every=250, rows=64, length=128),
+        validation=ValidationConfig(every=250, batch_size=64, seq_len=128),
     )  # fmt: skip
 
 
@@ -63,17 +65,20 @@ def short() -> Recipe:
         track="short",
         about=ABOUT,
         model=GPTConfig(
-            **FORM, vocab=50304, layers=11, width=768, heads=6, long_layers=(3, 10), no_attention=(6,), value_tables=3,
-            value_layers=((0, 1), (1, 2), (8, 0), (9, 1), (10, 2)), skips=((3, 6),), backout=7, fp8_head=True,
+            vocab_size=50304, num_layers=11, dim=768, num_heads=6, norm_eps=FLOAT32_EPS, no_attention=(6,),
+            across_documents=True, attention=replace(ATTENTION, long_layers=(3, 10)),
+            embeddings=replace(EMBEDDINGS, value_layers=((0, 1), (1, 2), (8, 0), (9, 1), (10, 2))),
+            head=replace(HEAD, fp8=True), residual=replace(RESIDUAL, skips=((3, 6),), backout=7), init=INIT,
         ),
-        loader=LoaderConfig(packing="documents", order="sequential", max_document=2048, tail="discard"),
+        loader=LoaderConfig(packing="documents", shuffle=None, max_doc_len=2048, tail="discard"),
         optim=replace(OPTIM, reference_ranks=8),
         schedule=ScheduleConfig(
-            steps=1800, extension=40, length=16384, warmup=0.0, cooldown=0.5, floor=0.1, batch_ramp=(8, 16, 24),
-            lr_ramp=(1.0, 1.52, 1.73), window_ramp=(3 * BLOCK, 7 * BLOCK, 11 * BLOCK), window_extension=13 * BLOCK,
-            window_final=20 * BLOCK, momentum_warmup=300, momentum_cooldown=50, predict=3, split=2 / 3,
+            steps=1800, extra_steps=40, seq_len=16384, warmup=0.0, cooldown=0.5, min_lr_ratio=0.1,
+            batch_ramp=(8, 16, 24), lr_ramp=(1.0, 1.52, 1.73), window_ramp=(3 * BLOCK, 7 * BLOCK, 11 * BLOCK),
+            window_extra=13 * BLOCK, window_final=20 * BLOCK, momentum_warmup=300, momentum_cooldown=50,
+            mtp_tokens=3, untie_at=2 / 3,
         ),
-        validation=ValidationConfig(every=250, rows=1, length=262144, cut_documents=False),
+        validation=ValidationConfig(every=250, batch_size=1, seq_len=262144, cut_documents=False),
     )  # fmt: skip
 
 

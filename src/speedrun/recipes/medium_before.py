@@ -9,7 +9,7 @@ import math
 from dataclasses import replace
 
 from speedrun.data import LoaderConfig
-from speedrun.model import GPTConfig
+from speedrun.model import AttentionConfig, EmbeddingConfig, GPTConfig, HeadConfig, InitConfig, ResidualConfig
 from speedrun.recipes.normuon import BLOCK, FLOAT32_EPS
 from speedrun.training import (
     CompilerConfig,
@@ -23,12 +23,15 @@ from speedrun.training import (
 )
 
 ABOUT = "the medium track's earlier stack: Snoo, update averaging, cubic windows, ISRU cap"
+ATTENTION = AttentionConfig(norm=False, value_norm=True, scale=0.12, rotary="half", rotary_base=1024.0)
+EMBEDDINGS = EmbeddingConfig(norm=True, std=1.0, second=True, value_std=1.0, value_lambdas=True)
+RESIDUAL = ResidualConfig(lambdas=1.0, x0_lambdas=True, skip_form="linear", backout_form="mix")
 FORM = GPTConfig(
-    norm_eps=FLOAT32_EPS, embed_norm=True, embed_std=1.0, second_embedding=True, x0_lambdas=True, residual_lambdas=1.0,
-    attention_norm=False, value_norm=True, value_lambdas=True, value_std=1.0, attention_scale=0.12, rotary="half",
-    rotary_base=1024.0, skip_form="plain", backout_form="mix", smear_mtp=True, softcap="isru", softcap_limit=15.0,
-    init_scale=0.5 * math.sqrt(3), across_documents=True,
+    norm_eps=FLOAT32_EPS, across_documents=True, attention=ATTENTION, embeddings=EMBEDDINGS,
+    head=HeadConfig(softcap="isru", softcap_limit=15.0, smear_mtp=True), residual=RESIDUAL,
+    init=InitConfig(scale=0.5 * math.sqrt(3)),
 )  # fmt: skip
+VALUE_LAYERS = tuple((first + table, table) for first in (0, 11) for table in range(5))
 OPTIM = OptimConfig(
     lr=0.3, beta1=0.8, beta2=0.95, eps=1e-10, weight_decay=0.0, matrices="muon", weights="exact-bf16",
     head=Part(1 / 320 / 0.3), x0=Part(0.05), scalars=Part(0.05), snoo=SnooPart(k=28),
@@ -42,16 +45,18 @@ def pocket() -> Recipe:
         track="pocket",
         about=ABOUT,
         model=replace(
-            FORM, vocab=4096, layers=4, width=128, heads=4, long_layers=(0, 3), no_attention=(2,), value_tables=2,
-            value_layers=((0, 0), (1, 1), (3, 0)), skips=((0, 2), (1, 3)), backout=2, rotary_base=256.0,
+            FORM, vocab_size=4096, num_layers=4, dim=128, num_heads=4, no_attention=(2,),
+            attention=replace(ATTENTION, rotary_base=256.0, long_layers=(0, 3)),
+            embeddings=replace(EMBEDDINGS, value_layers=((0, 0), (1, 1), (3, 0))),
+            residual=replace(RESIDUAL, skips=((0, 2), (1, 3)), backout=2),
         ),
-        loader=LoaderConfig(packing="documents", order="rows", max_document=128),
+        loader=LoaderConfig(packing="documents", shuffle="sequences", max_doc_len=128),
         optim=replace(OPTIM, head=Part(0.05), snoo=SnooPart(k=10)),
         schedule=ScheduleConfig(
-            steps=1060, rows=16, length=128, warmup=0.0, cooldown=0.9, floor=0.01, window_cubic=128, window_block=32,
-            momentum_warmup=200,
+            steps=1060, batch_size=16, seq_len=128, warmup=0.0, cooldown=0.9, min_lr_ratio=0.01, window_cubic=128,
+            window_block=32, momentum_warmup=200,
         ),
-        validation=ValidationConfig(every=250, rows=64, length=128),
+        validation=ValidationConfig(every=250, batch_size=64, seq_len=128),
     )  # fmt: skip
 
 
@@ -61,17 +66,18 @@ def medium() -> Recipe:
         track="medium",
         about=ABOUT,
         model=replace(
-            FORM, vocab=50304, layers=16, width=1024, heads=8, long_layers=(0, 4, 11, 15), no_attention=(7,),
-            value_tables=5, value_layers=tuple((first + table, table) for first in (0, 11) for table in range(5)),
-            skips=((6, 9), (4, 10), (2, 11)), backout=11,
+            FORM, vocab_size=50304, num_layers=16, dim=1024, num_heads=8, no_attention=(7,),
+            attention=replace(ATTENTION, long_layers=(0, 4, 11, 15)),
+            embeddings=replace(EMBEDDINGS, value_layers=VALUE_LAYERS),
+            residual=replace(RESIDUAL, skips=((6, 9), (4, 10), (2, 11)), backout=11),
         ),
-        loader=LoaderConfig(packing="documents", order="sequential", max_document=65536),
+        loader=LoaderConfig(packing="documents", shuffle=None, max_doc_len=65536),
         optim=replace(OPTIM, muon=replace(OPTIM.muon, mlp_decay=2.0)),
         schedule=ScheduleConfig(
-            steps=5535, rows=8, length=65536, warmup=0.0, cooldown=0.7, floor=0.01, window_cubic=27 * BLOCK,
-            momentum_warmup=300,
+            steps=5535, batch_size=8, seq_len=65536, warmup=0.0, cooldown=0.7, min_lr_ratio=0.01,
+            window_cubic=27 * BLOCK, momentum_warmup=300,
         ),
-        validation=ValidationConfig(every=125, rows=1, length=262144, cut_documents=False),
+        validation=ValidationConfig(every=125, batch_size=1, seq_len=262144, cut_documents=False),
         compiler=CompilerConfig(coordinate_descent=True),
     )  # fmt: skip
 

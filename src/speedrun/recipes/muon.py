@@ -20,7 +20,7 @@ def pocket() -> Recipe:
         name="muon",
         about=ABOUT,
         optim=replace(base.optim, lr=0.005, matrices="muon", muon=replace(MUON, lr=0.0013, weight_decay=1.0)),
-        schedule=replace(base.schedule, steps=990, rows=16, warmup=0.0, cooldown=0.8),
+        schedule=replace(base.schedule, steps=990, batch_size=16, warmup=0.0, cooldown=0.8),
     )
 
 
@@ -31,7 +31,7 @@ def short() -> Recipe:
         name="muon",
         about=ABOUT,
         optim=OptimConfig(lr=0.0036, weight_decay=0.0, embed=Part(), matrices="muon", muon=replace(MUON, lr=0.00036)),
-        schedule=ScheduleConfig(steps=6200, rows=512, length=1024, warmup=0.0, cooldown=1800 / 6200),
+        schedule=ScheduleConfig(steps=6200, batch_size=512, seq_len=1024, warmup=0.0, cooldown=1800 / 6200),
         validation=replace(base.validation, every=125),
     )
 

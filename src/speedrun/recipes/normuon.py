@@ -10,17 +10,20 @@ import math
 from dataclasses import replace
 
 from speedrun.data import LoaderConfig
-from speedrun.model import GPTConfig
+from speedrun.model import AttentionConfig, EmbeddingConfig, GPTConfig, HeadConfig, InitConfig, ResidualConfig
 from speedrun.training import MuonPart, OptimConfig, Part, Recipe, ScheduleConfig, ValidationConfig
 
 ABOUT = "NorMuon with Polar Express, on a model with value embeddings, gates, skips and windows"
 FLOAT32_EPS = 2.0**-23
 BLOCK = 128
 
+ATTENTION = AttentionConfig(rotary="half", rotary_base=1024.0, yarn=True, scale=0.1, gates=True)
+EMBEDDINGS = EmbeddingConfig(norm=True, std=1.0, value_std=1.0, value_lambdas=True, smear=True)
+HEAD = HeadConfig(softcap="sigmoid", softcap_limit=30.0)
+RESIDUAL = ResidualConfig(lambdas=1.0, x0_lambdas=True)
 FORM = GPTConfig(
-    norm_eps=FLOAT32_EPS, embed_norm=True, embed_std=1.0, rotary="half", rotary_base=1024.0, yarn=True,
-    attention_scale=0.1, attention_gates=True, value_std=1.0, value_lambdas=True, smear=True, residual_lambdas=1.0,
-    x0_lambdas=True, softcap="sigmoid", softcap_limit=30.0, init_scale=0.5 * math.sqrt(3), across_documents=True,
+    norm_eps=FLOAT32_EPS, across_documents=True, attention=ATTENTION, embeddings=EMBEDDINGS, head=HEAD,
+    residual=RESIDUAL, init=InitConfig(scale=0.5 * math.sqrt(3)),
 )  # fmt: skip
 OPTIM = OptimConfig(
     lr=0.008, beta1=0.65, beta2=0.95, eps_at="uncorrected", weight_decay=0.0, every=2, matrices="normuon",
@@ -36,16 +39,19 @@ def pocket() -> Recipe:
         track="pocket",
         about=ABOUT,
         model=replace(
-            FORM, vocab=4096, layers=3, width=128, heads=4, gate_inputs=12, long_layers=(2,), no_attention=(1,),
-            value_tables=2, value_layers=((0, 0), (2, 1)), skips=((0, 2),), backout=1, rotary_base=256.0,
+            FORM, vocab_size=4096, num_layers=3, dim=128, num_heads=4, no_attention=(1,),
+            attention=replace(ATTENTION, rotary_base=256.0, long_layers=(2,)),
+            embeddings=replace(EMBEDDINGS, value_layers=((0, 0), (2, 1))),
+            residual=replace(RESIDUAL, skips=((0, 2),), backout=1),
         ),
-        loader=LoaderConfig(packing="documents", order="rows", max_document=128),
+        loader=LoaderConfig(packing="documents", shuffle="sequences", max_doc_len=128),
         optim=replace(OPTIM, lr=0.016, embed=Part(lr=40.0), values=Part(lr=40.0)),
         schedule=ScheduleConfig(
-            steps=660, extension=40, rows=16, length=128, warmup=0.0, cooldown=1.0, floor=0.1, window_ramp=(32, 64, 96),
-            window_extension=112, window_final=128, window_block=16, momentum_warmup=200, momentum_cooldown=50,
+            steps=660, extra_steps=40, batch_size=16, seq_len=128, warmup=0.0, cooldown=1.0, min_lr_ratio=0.1,
+            window_ramp=(32, 64, 96), window_extra=112, window_final=128, window_block=16, momentum_warmup=200,
+            momentum_cooldown=50,
         ),
-        validation=ValidationConfig(every=200, rows=64, length=128),
+        validation=ValidationConfig(every=200, batch_size=64, seq_len=128),
     )  # fmt: skip
 
 
@@ -55,19 +61,20 @@ def short() -> Recipe:
         track="short",
         about=ABOUT,
         model=replace(
-            FORM, vocab=50304, layers=11, width=768, heads=6, long_layers=(3, 10), no_attention=(6,), value_tables=3,
-            value_layers=((0, 1), (1, 2), (8, 0), (9, 1), (10, 2)),
-            skips=((4, 5), (3, 6), (2, 7), (1, 8), (0, 9)), backout=7,
-            fp8_head=True, fp8_scales=(math.sqrt(768) / 448, 2.0**-9, 1 / 448),
+            FORM, vocab_size=50304, num_layers=11, dim=768, num_heads=6, no_attention=(6,),
+            attention=replace(ATTENTION, long_layers=(3, 10)),
+            embeddings=replace(EMBEDDINGS, value_layers=((0, 1), (1, 2), (8, 0), (9, 1), (10, 2))),
+            head=replace(HEAD, fp8=True, fp8_scales=(math.sqrt(768) / 448, 2.0**-9, 1 / 448)),
+            residual=replace(RESIDUAL, skips=((4, 5), (3, 6), (2, 7), (1, 8), (0, 9)), backout=7),
         ),
-        loader=LoaderConfig(packing="documents", order="sequential", max_document=2048, tail="discard"),
+        loader=LoaderConfig(packing="documents", shuffle=None, max_doc_len=2048, tail="discard"),
         optim=replace(OPTIM, reference_ranks=8),
         schedule=ScheduleConfig(
-            steps=2245, extension=40, rows=8, length=32768, warmup=0.0, cooldown=0.5, floor=0.1,
-            window_ramp=(3 * BLOCK, 7 * BLOCK, 11 * BLOCK), window_extension=13 * BLOCK, window_final=20 * BLOCK,
+            steps=2245, extra_steps=40, batch_size=8, seq_len=32768, warmup=0.0, cooldown=0.5, min_lr_ratio=0.1,
+            window_ramp=(3 * BLOCK, 7 * BLOCK, 11 * BLOCK), window_extra=13 * BLOCK, window_final=20 * BLOCK,
             momentum_warmup=300, momentum_cooldown=50,
         ),
-        validation=ValidationConfig(every=250, rows=1, length=262144, cut_documents=False),
+        validation=ValidationConfig(every=250, batch_size=1, seq_len=262144, cut_documents=False),
     )  # fmt: skip
 
 
@@ -78,7 +85,7 @@ def short_24gb() -> Recipe:
         base,
         name="normuon-24gb",
         about="`normuon` with rows half as long and twice as many of them, for a GPU of 24 GB",
-        schedule=replace(base.schedule, rows=16, length=16384),
+        schedule=replace(base.schedule, batch_size=16, seq_len=16384),
     )
 
 

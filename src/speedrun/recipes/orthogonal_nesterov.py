@@ -11,7 +11,7 @@ from speedrun.recipes import adamw, gpt2
 from speedrun.training import MuonPart, OptimConfig, Part, Recipe, ScheduleConfig
 
 ABOUT = "AdamW's successor: orthogonalised Nesterov momentum for the matrices"
-MUON = MuonPart(momentum_form="classical", method="newton-schulz", scale="none", split_qkv=False)
+MUON = MuonPart(momentum_form="classical", method="newton-schulz", scale=None, split_qkv=False)
 
 
 def pocket() -> Recipe:
@@ -21,7 +21,7 @@ def pocket() -> Recipe:
         name="orthogonal-nesterov",
         about=ABOUT,
         optim=replace(base.optim, lr=0.004, matrices="muon", muon=replace(MUON, lr=0.02, weight_decay=0.07)),
-        schedule=replace(base.schedule, steps=998, rows=16, warmup=0.0, cooldown=0.8),
+        schedule=replace(base.schedule, steps=998, batch_size=16, warmup=0.0, cooldown=0.8),
     )
 
 
@@ -32,7 +32,7 @@ def short() -> Recipe:
         name="orthogonal-nesterov",
         about=ABOUT,
         optim=OptimConfig(lr=0.0018, weight_decay=0.0, embed=Part(), matrices="muon", muon=replace(MUON, lr=0.018)),
-        schedule=ScheduleConfig(steps=7000, rows=512, length=1024, warmup=250 / 7000, cooldown=2000 / 7000),
+        schedule=ScheduleConfig(steps=7000, batch_size=512, seq_len=1024, warmup=250 / 7000, cooldown=2000 / 7000),
     )
 
 

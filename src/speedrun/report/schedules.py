@@ -33,7 +33,7 @@ def panels(recipe: Recipe) -> list[tuple[str, Lines]]:
         found.append(("attention window, tokens", lines))
     if stages[0].momentum is not None:
         found.append(("Muon momentum", [("", over(lambda s: s.momentum))]))
-    if schedule.predict > 1:
+    if schedule.mtp_tokens > 1:
         names = ("next token", "second", "third")
 
         def weight(k: int) -> list[float | None]:

@@ -50,9 +50,9 @@ class Shapes:
 
     @classmethod
     def of(cls, model: GPTConfig, tokens: int) -> "Shapes":
-        vocab = max(1, model.vocab // model.layers)
-        per_token = 6 * model.width * (4 * model.width + 2 * model.mlp_dim + vocab)
-        return cls(max(FEWEST_TOKENS, min(tokens, int(FLOPS / per_token))), model.width, model.mlp_dim, vocab)
+        vocab = max(1, model.vocab_size // model.num_layers)
+        per_token = 6 * model.dim * (4 * model.dim + 2 * model.mlp_dim + vocab)
+        return cls(max(FEWEST_TOKENS, min(tokens, int(FLOPS / per_token))), model.dim, model.mlp_dim, vocab)
 
 
 @dataclass(frozen=True)

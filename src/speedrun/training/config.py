@@ -21,6 +21,8 @@ from speedrun.training.distributed import TIMEOUT
 from speedrun.training.optimizers import OptimConfig
 from speedrun.training.schedule import ScheduleConfig
 
+C = typing.TypeVar("C")
+
 
 @dataclass(frozen=True)
 class ValidationConfig:
@@ -28,13 +30,13 @@ class ValidationConfig:
     """Steps between validations; the last step is always validated."""
     first: bool = True
     """Also measure before the first step."""
-    rows: Positive = 32
-    """Rows per validation batch. Does not change the loss, only speed and memory."""
-    length: Positive = 128
-    """Tokens per validation row: how much context the model gets."""
+    batch_size: Positive = 32
+    """Sequences per validation batch. Does not change the loss, only speed and memory."""
+    seq_len: Positive = 128
+    """Tokens per validation sequence: how much context the model gets."""
     cut_documents: bool = True
-    """Cut documents into pieces of loader.max_document tokens, as in training. False: a piece begins at a separator or
-    with a row, and nowhere else, as in the records. For documents packing only."""
+    """Cut documents into pieces of loader.max_doc_len tokens, as in training. False: a piece begins at a separator or
+    with a sequence, and nowhere else, as in the records. For documents packing only."""
 
     def __post_init__(self) -> None:
         check_fields(self, "validation.")
@@ -66,31 +68,34 @@ class Recipe:
     """What torch.compile is told beside the model."""
 
     @property
-    def validation_max_document(self) -> int | None:
-        """Longest piece of a document in validation; None: a row's length."""
-        return self.loader.max_document if self.validation.cut_documents else None
+    def validation_max_doc_len(self) -> int | None:
+        """Longest piece of a document in validation; None: seq_len."""
+        return self.loader.max_doc_len if self.validation.cut_documents else None
 
     def __post_init__(self) -> None:
         """What one part asks of another."""
         m, s, o = self.model, self.schedule, self.optim
-        if bool(s.split) != m.split:
-            raise UserError(f"model.split is {m.split} and schedule.split is {s.split}; both or neither must be on.")
+        if (s.untie_at is not None) != m.head.untie:
+            raise UserError(
+                f"model.head.untie is {m.head.untie} and schedule.untie_at is {s.untie_at}; set both or neither."
+            )
         if s.untie_step is not None and s.untie_step >= s.total:
-            raise UserError(f"schedule.split {s.split} is step {s.untie_step}, but the run has {s.total} steps.")
-        if m.yarn and not s.has_windows:
+            raise UserError(f"schedule.untie_at {s.untie_at} is step {s.untie_step}, but the run has {s.total} steps.")
+        if m.attention.yarn and not s.has_windows:
             raise UserError(
-                "model.yarn follows the attention window: set schedule.window_ramp or window_cubic, or turn it off."
+                "model.attention.yarn follows the attention window: set schedule.window_ramp or window_cubic, or turn "
+                "it off."
             )
-        if m.long_layers and not s.has_windows:
+        if m.attention.long_layers and not s.has_windows:
             raise UserError(
-                "model.long_layers needs windows: set schedule.window_ramp or window_cubic, or leave it empty."
+                "model.attention.long_layers needs windows: set schedule.window_ramp or window_cubic, or leave it "
+                "empty."
             )
-        longest = max((*s.window_ramp, s.window_cubic, s.window_extension), default=0)
-        limit = min(s.length, self.loader.max_document or s.length) if self.loader.packing == "documents" else s.length
-        if longest > limit:
+        limit = min(s.seq_len, self.loader.max_doc_len) if self.loader.packing == "documents" else s.seq_len
+        if s.max_window > limit:
             raise UserError(
-                f"A window of {longest} tokens is longer than what a row holds of one document ({limit} tokens); "
-                "shorten the windows, or lengthen schedule.length and loader.max_document."
+                f"A window of {s.max_window} tokens is longer than what a sequence holds of one document ({limit} "
+                "tokens); shorten the windows, or lengthen schedule.seq_len and loader.max_doc_len."
             )
         if (s.momentum_warmup or s.momentum_cooldown) and o.matrices == "adam":
             raise UserError("schedule.momentum_warmup and momentum_cooldown are Muon's; optim.matrices is 'adam'.")
@@ -99,7 +104,7 @@ class Recipe:
 
     @property
     def context(self) -> int:
-        return max(self.schedule.length, self.validation.length)
+        return max(self.schedule.seq_len, self.validation.seq_len)
 
 
 @dataclass(frozen=True)
@@ -133,14 +138,14 @@ class Options:
     """Draws the initial weights and the order of documents."""
     compile: bool = True
     """Use torch.compile when it works here."""
-    checkpoint_every: Count = 0
-    """Steps between checkpoints; 0 writes only the final one."""
+    checkpoint_every: Positive | None = None
+    """Steps between checkpoints; None: only the final one is written."""
     keep: Positive = 2
     """Checkpoints kept on disk."""
     save: bool = True
     """Write the trained model at the end, outside the clock."""
-    micro_rows: Positive | None = None
-    """Rows per forward pass; default: the whole batch. Halved automatically when memory runs out."""
+    micro_batch_size: Positive | None = None
+    """Sequences per forward pass; default: the whole batch. Halved automatically when memory runs out."""
     val_tokens: Positive | None = None
     """Validate on this many tokens at the start of the split; None: on all of it."""
     shadow: bool = False
@@ -169,7 +174,7 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
 
 
 def fields_of(config: Any, prefix: str = "") -> dict[str, Any]:
-    """{'model.layers': 3, ...}: every leaf of a nested dataclass under its dotted name."""
+    """{'model.num_layers': 3, ...}: every leaf of a nested dataclass under its dotted name."""
     leaves: dict[str, Any] = {}
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
@@ -181,7 +186,7 @@ def fields_of(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def meanings(kind: type, prefix: str = "") -> dict[str, str]:
-    """{'model.layers': 'Transformer blocks.', ...}: the string below each field of a config class, from its source."""
+    """{'model.num_layers': 'Transformer blocks.', ...}: the string below each field of a config class."""
     hints = typing.get_type_hints(kind)
     found: dict[str, str] = {}
     for field_ in parse_from_object(kind).params:
@@ -192,12 +197,13 @@ def meanings(kind: type, prefix: str = "") -> dict[str, str]:
     return found
 
 
-def with_fields(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
-    """The recipe with dotted fields replaced; the new values are checked as at construction."""
-    known = fields_of(recipe)
+def with_fields(config: C, changes: dict[str, Any]) -> C:
+    """A recipe, or a part of one, with dotted fields replaced; the new values are checked as at construction."""
+    known = fields_of(config)
     for name in changes:
         if name not in known:
-            raise UserError(f"Recipe {recipe.name!r} has no field {name!r}.{nearest(name, known)}")
+            what = f"Recipe {config.name!r}" if isinstance(config, Recipe) else type(config).__name__
+            raise UserError(f"{what} has no field {name!r}.{nearest(name, known)}")
 
     def changed(config: Any, prefix: str) -> Any:
         """All changes below `prefix` at once: one alone might not be possible."""
@@ -211,7 +217,7 @@ def with_fields(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
         return dataclasses.replace(config, **new)
 
     try:
-        return typing.cast(Recipe, changed(recipe, ""))
+        return typing.cast(C, changed(config, ""))
     except ValueError as e:
         raise UserError(str(e)) from e
 

@@ -176,7 +176,7 @@ def stage_table(recipe: Recipe, laid: list[list[Stage]]) -> list[Row]:
         lr = over(turns([s.lr for s in stages]))
         momentum = over(turns([s.momentum for s in stages if s.momentum is not None]))
         weights = ", ".join(over(dict.fromkeys(pair)) for pair in zip(first.mtp_weights, last.mtp_weights, strict=True))
-        head = "tied" if recipe.model.tied and (first.tied or not recipe.model.split) else "its own"
+        head = "tied" if recipe.model.head.tied and (first.tied or not recipe.model.head.untie) else "its own"
         head += ", then untied" if last.untie else ""
         shape = f"{first.batch_size} x {first.seq_len}"
         rows.append((f"{first.step}-{last.step}", shape, windows, lr, momentum, weights, head))
@@ -224,7 +224,7 @@ def smaller_batches(memory: Memory, schedule: ScheduleConfig, ranks: int) -> lis
     since: dict[tuple[int, int], int] = {}  # (rows, of how many): which step
     for stage in schedule.visits() if memory.measured is not None else ():
         mine = -(-stage.batch_size // ranks)
-        if (rows := memory.micro_rows.get(stage.shape, mine)) < mine:
+        if (rows := memory.micro_batch_sizes.get(stage.shape, mine)) < mine:
             since.setdefault((rows, mine), stage.step)
     return [
         f"Micro-batches of {rows} of {mine} rows from step {step} on: more do not fit into memory at once."
@@ -238,10 +238,10 @@ def smaller_batches(memory: Memory, schedule: ScheduleConfig, ranks: int) -> lis
 def data_problems(recipe: Recipe, track: Track, tokens: TokenFolder, problems: list[str], notes: list[str]) -> None:
     """Adds what is wrong with, or worth knowing of, the tokens that are there."""
     train, val = tokens.tokens("train"), tokens.tokens("val")
-    if tokens.vocab_size > recipe.model.vocab:
+    if tokens.vocab_size > recipe.model.vocab_size:
         problems.append(
-            f"The data has {tokens.vocab_size} different tokens, the model only {recipe.model.vocab}; "
-            f"pass --model.vocab {tokens.vocab_size}."
+            f"The data has {tokens.vocab_size} different tokens, the model only {recipe.model.vocab_size}; "
+            f"pass --model.vocab-size {tokens.vocab_size}."
         )
     needed = recipe.schedule.tokens
     try:
@@ -267,7 +267,7 @@ def time_lines(recipe: Recipe, machine: Machine, flops: float, validated: int | 
     if not machine.here:
         return [*lines, "time         not known: the device is not here"]
     speed = matmul_speed(machine, recipe.model)
-    forward = flops_per_token(recipe.model, v.length, schedule.after(schedule.total).windows) / 3
+    forward = flops_per_token(recipe.model, v.seq_len, schedule.after(schedule.total).windows) / 3
     outside = forward * (validated or 0) * (math.ceil(schedule.total / v.every) + v.first)
     beside = f", and about {duration(outside / (ATTAINABLE * speed))} for validation outside the clock"
     return [
@@ -283,7 +283,7 @@ def matmul_speed(machine: Machine, config: GPTConfig, seconds: float = 1.0) -> f
 
     The largest of several attempts: what else the machine does at this moment is not the run's.
     """
-    width, hidden, tokens = min(config.width, 2048), min(config.mlp_dim, 8192), 1024
+    width, hidden, tokens = min(config.dim, 2048), min(config.mlp_dim, 8192), 1024
     x = torch.randn(tokens, width, device=machine.device, dtype=machine.dtype)
     w = torch.randn(hidden, width, device=machine.device, dtype=machine.dtype)
     repeats = max(1, int(1e9 / (2 * tokens * width * hidden)))  # so that an attempt is longer than the clock is coarse

@@ -81,7 +81,7 @@ class Loop:
         self.check_data()
         for line in self.job.machine.lines():
             say(line)
-        if self.recipe.model.fp8_head:
+        if self.recipe.model.head.fp8:
             say("8-bit head: {} ({})".format(*describe_fp8(self.trainer.device)))
         if self.options.curve:
             record = self.options.curve
@@ -89,7 +89,9 @@ class Loop:
         what = "visiting" if self.trainer.loss_of is self.trainer.model else "compiling and visiting"
         say(f"warming up (not timed): {what} every shape" + (", then resuming" if saved else ""))
         if saved is not None:
-            self.trainer.micro_rows = saved.state["micro_rows"]  # the warm-up must visit the shapes of the run
+            self.trainer.micro_batch_size = saved.state[
+                "micro_batch_size"
+            ]  # the warm-up must visit the shapes of the run
         start = time.perf_counter()
         warm_up(self.trainer)
         took = time.perf_counter() - start

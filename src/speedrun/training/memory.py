@@ -5,7 +5,6 @@ where that was measured (gpus.json), otherwise from a forward pass on fake tenso
 without torch.compile: an upper bound.
 """
 
-import dataclasses
 import functools
 import hashlib
 import json
@@ -18,10 +17,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from speedrun.errors import UserError
-from speedrun.model import GPT, Documents, piece_rows, row_cu_seqlens
+from speedrun.model import GPT, Documents, GPTConfig, piece_rows, row_cu_seqlens
 from speedrun.optim import Snoo, TrainerOptimizer, param_refs, plan_buckets
 from speedrun.training import gpus, telemetry
-from speedrun.training.config import Options, Recipe
+from speedrun.training.config import Options, Recipe, fields_of
 from speedrun.training.device import Machine
 from speedrun.training.optimizers import build_optimizer
 from speedrun.training.schedule import Stage
@@ -56,7 +55,7 @@ class Memory:
     """Estimate, or measured: what a validation batch takes."""
     usable: int | None
     """What there is; None: not known."""
-    micro_rows: dict[tuple[object, ...], int]
+    micro_batch_sizes: dict[tuple[object, ...], int]
     """Rows of a micro-batch by the shape of a stage, on a GPU."""
 
     @property
@@ -105,7 +104,7 @@ def memory_of(recipe: Recipe, machine: Machine, options: Options, ranks: int = 1
     largest = max(visits, key=lambda s: (s.tokens, s.windows or (), len(s.mtp_weights)))
     estimate: int | None = None
     need: list[tuple[int, int, bool | None]] = []  # row, rows, measured
-    micro_rows: dict[tuple[object, ...], int] = {}
+    micro_batch_sizes: dict[tuple[object, ...], int] = {}
     for stage in visits if gpu else [largest]:
         row = bytes_at_once(recipe, stage, 1, machine.kernels) if gpu and options.compile else None
         measured = True if row is not None else False if machine.here else None
@@ -114,10 +113,10 @@ def memory_of(recipe: Recipe, machine: Machine, options: Options, ranks: int = 1
                 estimate = row_bytes(recipe, machine, largest) if machine.here else 0
             row = estimate
         mine = -(-stage.batch_size // ranks)
-        rows = min(options.micro_rows or mine, mine)
-        if gpu and usable and not options.micro_rows:
+        rows = min(options.micro_batch_size or mine, mine)
+        if gpu and usable and not options.micro_batch_size:
             rows = fitting(mine, row, usable - sum(fixed.values()))
-            micro_rows[stage.shape] = rows
+            micro_batch_sizes[stage.shape] = rows
         need.append((row, rows, measured))
     row, rows, measured = max(need, key=lambda n: n[0] * n[1])
     return Memory(
@@ -127,7 +126,7 @@ def memory_of(recipe: Recipe, machine: Machine, options: Options, ranks: int = 1
         measured=measured,
         validation=validation_bytes(recipe, machine, options),
         usable=usable,
-        micro_rows=micro_rows,
+        micro_batch_sizes=micro_batch_sizes,
     )
 
 
@@ -137,16 +136,14 @@ def memory_of(recipe: Recipe, machine: Machine, options: Options, ranks: int = 1
 def graph_of(recipe: Recipe, stage: Stage, kernels: str, *, training: bool = True) -> str:
     """A name of the compiled graph: equal where nothing differs that the memory of a row depends on."""
 
-    def changed(config: Any) -> dict[str, Any]:  # so that a new field leaves the names as they are
-        return {f.name: v for f in dataclasses.fields(config) if (v := getattr(config, f.name)) != f.default}
-
+    usual = fields_of(GPTConfig())
     about = {
-        "model": changed(recipe.model),
+        "model": {k: v for k, v in fields_of(recipe.model).items() if v != usual[k]},  # a new field changes no name
         "attention": kernels,
         "weights": recipe.optim.weights,
         "packing": recipe.loader.packing,
-        "length": stage.seq_len if training else recipe.validation.length,
-        "predicted": len(stage.mtp_weights) if training else 0,
+        "seq_len": stage.seq_len if training else recipe.validation.seq_len,
+        "mtp_tokens": len(stage.mtp_weights) if training else 0,
         "tied": stage.tied,
     }
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
@@ -187,9 +184,9 @@ def fitting(rows: int, row: int, left: int) -> int:
 
 def validation_bytes(recipe: Recipe, machine: Machine, options: Options) -> int:
     v, last = recipe.validation, recipe.schedule.after(recipe.schedule.total)
-    tokens, vocab = v.rows * v.length, recipe.model.vocab
+    tokens, vocab = v.batch_size * v.seq_len, recipe.model.vocab_size
     if machine.device.type == "cuda":
-        found = bytes_at_once(recipe, last, v.rows, machine.kernels, training=False) if options.compile else None
+        found = bytes_at_once(recipe, last, v.batch_size, machine.kernels, training=False) if options.compile else None
         if found is not None:
             return found
     head = torch.empty(vocab, 0, device="cpu" if machine.device.type == "cpu" else "meta")
@@ -218,7 +215,7 @@ def row_bytes(recipe: Recipe, machine: Machine, stage: Stage) -> int:
         own = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
         saved = sum(size for storage, size in kept.items() if storage not in own)
         del loss
-    return saved + GRADIENT_COPIES * 4 * stage.seq_len * recipe.model.vocab
+    return saved + GRADIENT_COPIES * 4 * stage.seq_len * recipe.model.vocab_size
 
 
 def problems_of(memory: Memory, recipe: Recipe) -> list[str]:
@@ -230,12 +227,12 @@ def problems_of(memory: Memory, recipe: Recipe) -> list[str]:
     if left <= 0:
         return [
             f"Weights, gradients and optimizer state alone take {gib(memory.fixed)}, but there are {gib(there)} of "
-            "memory; choose a smaller model (--model.width, --model.layers) or another machine."
+            "memory; choose a smaller model (--model.dim, --model.num-layers) or another machine."
         ]
     found = []
     if memory.activations > left:
         fits = left // memory.row
-        way = f"pass --micro-rows {fits}" if fits else "shorten the rows (--schedule.length)"
+        way = f"pass --micro-batch-size {fits}" if fits else "shorten the rows (--schedule.seq-len)"
         found.append(
             f"A micro-batch of {memory.rows} row{'s' * (memory.rows > 1)} takes about {gib(memory.activations)} beside "
             f"the {gib(memory.fixed)} of weights, gradients and optimizer state, but there are {gib(there)} of memory; "
@@ -243,15 +240,15 @@ def problems_of(memory: Memory, recipe: Recipe) -> list[str]:
         )
     v = recipe.validation
     if memory.validation > left:
-        fits = left * v.rows * v.length // memory.validation
+        fits = left * v.batch_size * v.seq_len // memory.validation
         way = "choose another machine"
-        if fits >= v.length:
-            way = f"pass --validation.rows {fits // v.length}"
+        if fits >= v.seq_len:
+            way = f"pass --validation.batch-size {fits // v.seq_len}"
         elif fits:
-            way = f"pass --validation.rows 1 --validation.length {2 ** int(math.log2(fits))} or less, with which the "
-            way += "loss is measured on less context"
+            way = f"pass --validation.batch-size 1 --validation.seq-len {2 ** int(math.log2(fits))} or less, "
+            way += "with which the loss is measured on less context"
         found.append(
-            f"A validation batch of {v.rows} x {v.length} tokens takes about {gib(memory.validation)}, "
+            f"A validation batch of {v.batch_size} x {v.seq_len} tokens takes about {gib(memory.validation)}, "
             f"but {gib(left)} of memory are left for it; {way}."
         )
     return found

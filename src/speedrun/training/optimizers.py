@@ -4,49 +4,51 @@ The matrices inside the blocks are trained by AdamW or by the Muon family. Every
 learning rate, betas and decay of the field of `OptimConfig` that has its name.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, assert_never, get_args, get_type_hints
+from typing import Annotated, Any, Literal, assert_never
 
 import torch
+from msgspec import Meta
 from torch import nn
 
+from speedrun.checks import AboveZero, NotNegative, Positive, check_fields
 from speedrun.model import MATRICES, TABLES, Role
 from speedrun.optim import NEWTON_SCHULZ_PER_STEP, Adam, Combined, Muon, NorMuon, Snoo, TrainerOptimizer
 
+Beta = Annotated[float, Meta(ge=0, lt=1)]
 Named = list[tuple[str, nn.Parameter]]
 
 
 @dataclass(frozen=True)
 class Part:
-    lr: float = 1.0
+    lr: NotNegative = 1.0
     """Multiplier of optim.lr."""
-    beta1: float = -1.0
-    """Decay of the gradient's moving average; -1 takes optim.beta1."""
-    beta2: float = -1.0
-    """Decay of the squared gradient's moving average; -1 takes optim.beta2."""
-    decay: float = 0.0
+    beta1: Beta | None = None
+    """Decay of the gradient's moving average; None: optim.beta1."""
+    beta2: Beta | None = None
+    """Decay of the squared gradient's moving average; None: optim.beta2."""
+    decay: NotNegative = 0.0
     """Multiplier of optim.weight_decay."""
 
 
 @dataclass(frozen=True)
 class MuonPart:
-    lr: float = 0.02
+    lr: NotNegative = 0.02
     """Learning rate of the matrices inside the blocks, before the schedule."""
-    attention_lr: float = 1.0
+    attention_lr: NotNegative = 1.0
     """Multiplier for the matrices of attention."""
-    up_lr: float = 1.0
+    up_lr: NotNegative = 1.0
     """Multiplier for the MLP's first matrix."""
-    down_lr: float = 1.0
+    down_lr: NotNegative = 1.0
     """Multiplier for the MLP's second matrix."""
     gates: bool = False
     """Train the gates of attention, value embeddings and smear here, too, instead of with Adam."""
     smear_gate: bool = True
     """Of these gates, also smear's."""
-    gates_lr: float = 1.0
+    gates_lr: NotNegative = 1.0
     """Multiplier for those gates."""
-    momentum: float = 0.95
+    momentum: Beta = 0.95
     """Share of the old momentum; the schedule may warm it up and cool it down."""
     nesterov: bool = True
     """Look ahead: orthogonalise the gradient mixed with the new momentum, not the momentum alone."""
@@ -54,65 +56,66 @@ class MuonPart:
     """Average the gradients, or sum them up."""
     method: Literal["polar-express", "newton-schulz", "newton-schulz-per-step", "svd"] = "polar-express"
     """How the update is orthogonalised."""
-    steps: int = 5
+    steps: Positive = 5
     """Iterations of the orthogonalisation."""
-    scale: Literal["none", "unit-variance", "spectral", "match-rms-adamw"] = "spectral"
-    """Size of the update: see docs/optimizers.md."""
+    scale: Literal["unit-variance", "spectral", "match-rms-adamw"] | None = "spectral"
+    """Size of the update: see docs/optimizers.md; None: 1."""
     split_qkv: bool = True
     """Orthogonalise query, key and value apart instead of as one matrix."""
-    beta2: float = 0.95
+    beta2: Beta = 0.95
     """Decay of NorMuon's second moment."""
-    weight_decay: float = 0.0
+    weight_decay: NotNegative = 0.0
     """Decay of the matrices."""
-    mlp_decay: float = 1.0
+    mlp_decay: NotNegative = 1.0
     """Multiplier of weight_decay for the matrices of the MLP."""
     decay: Literal["decoupled", "cautious"] = "decoupled"
     """Shrink every weight, or only where the update shrinks it too."""
     decay_by: Literal["lr", "lr-squared"] = "lr"
     """The decay follows the learning rate, or its square."""
-    update_ema: float = 0.0
-    """Share of earlier updates in the one that is applied; 0 turns it off."""
-    update_floor: float = 0.0
-    """Least size of an update, as a share of its weight's norm; 0 turns it off."""
+    update_ema: Annotated[float, Meta(gt=0, lt=1)] | None = None
+    """Share of earlier updates in the one that is applied; None: no average."""
+    update_floor: AboveZero | None = None
+    """Least norm of an update, as a share of its weight's norm; None: no floor."""
 
 
 @dataclass(frozen=True)
 class SnooPart:
-    k: int = 0
-    """Steps between outer steps; 0 turns Snoo off."""
-    lr: float = 0.68
+    k: Positive | None = None
+    """Steps between outer steps; None: no Snoo."""
+    lr: NotNegative = 0.68
     """Outer learning rate."""
-    momentum: float = 0.37
+    momentum: Beta = 0.37
     """Outer Nesterov momentum."""
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    lr: float = 3e-3
+    lr: NotNegative = 3e-3
     """Adam's learning rate, before the schedule."""
-    beta1: float = 0.9
+    beta1: Beta = 0.9
     """Decay of the gradient's moving average."""
-    beta2: float = 0.95
+    beta2: Beta = 0.95
     """Decay of the squared gradient's moving average."""
-    eps: float = 1e-8
+    eps: NotNegative = 1e-8
     """Added to the root of the second moment, in the scale of reference_ranks."""
     eps_at: Literal["corrected", "uncorrected"] = "corrected"
     """Before or after the second moment's bias correction."""
-    weight_decay: float = 0.1
+    weight_decay: NotNegative = 0.1
     """Adam's decay, per unit of learning rate."""
     decay: Literal["decoupled", "cautious"] = "decoupled"
     """Shrink every weight, or only where the update shrinks it too."""
     decay_by: Literal["lr", "lr-squared"] = "lr"
     """Adam's decay follows the learning rate, or its square."""
-    every: int = 1
-    """Adam steps each so many steps, on the sum of the gradients; Muon always steps."""
-    clip: float = 0.0
-    """Largest norm over all parameters of the mean loss's gradient; 0 turns clipping off."""
-    reference_ranks: int | None = None
+    every: Positive = 1
+    """Steps from one step of Adam to its next, which takes the sum of their gradients; Muon always steps."""
+    clip: AboveZero | None = None
+    """Largest norm over all parameters of the mean loss's gradient; None: no clipping."""
+    reference_ranks: Annotated[int, Meta(ge=1, le=2**16)] | None = None
     """None: gradients of the batch's mean loss. N: of the loss summed over a rank's tokens, averaged over N ranks,
-    whatever their number really is. eps and an 8-bit head's scales belong to one of these (speedrun.training.scale)."""
+    whatever the actual number. eps and an 8-bit head's scales belong to one of these (speedrun.training.scale); with
+    more than 2**16 ranks gradients would vanish beside eps."""
     matrices: Literal["adam", "muon", "normuon"] = "adam"
-    """Who trains the matrices inside the blocks."""
+    """The optimizer of the matrices inside the blocks."""
     weights: Literal["float32", "bf16", "exact-bf16"] = "float32"
     """How the matrices inside the blocks are stored; exact-bf16 keeps the missing 16 bits beside them."""
     row_beta1: bool = False
@@ -145,40 +148,11 @@ class OptimConfig:
     """An outer Nesterov step every k steps."""
 
     def __post_init__(self) -> None:
-        _check(self, "optim.")
+        check_fields(self, "optim.")
 
 
 PARTS = tuple(f.name for f in fields(OptimConfig) if f.type is Part)
 """The groups of parameters that Adam can train, in the order of its parameter groups."""
-MOST_RANKS = 2**16
-_BETAS = ("beta1", "beta2", "momentum", "update_ema")
-
-
-def _check(config: Any, prefix: str) -> None:
-    """Every number in range, every word known; ValueError with the dotted name otherwise."""
-    hints = get_type_hints(type(config))
-    for f in fields(config):
-        value, name, hint = getattr(config, f.name), prefix + f.name, hints[f.name]
-        kinds = get_args(hint) or (hint,)  # words, or types
-        if hasattr(value, "__dataclass_fields__"):
-            _check(value, name + ".")
-        elif isinstance(kinds[0], str):
-            if value not in kinds:
-                raise ValueError(f"{name} is {value!r}; it must be one of: {', '.join(kinds)}.")
-        elif type(value) not in kinds and not (type(value) is int and float in kinds):
-            wanted = {bool: "True or False", int: "a whole number", float: "a number", type(None): "None"}
-            raise ValueError(f"{name} is {value!r}; it must be {' or '.join(wanted[k] for k in kinds)}.")
-        elif isinstance(value, bool) or value is None:
-            continue
-        elif f.name in _BETAS:
-            if not (0 <= value < 1 or (value == -1 and isinstance(config, Part))):
-                raise ValueError(f"{name} is {value}; it must be at least 0 and below 1.")
-        elif not 0 <= value < math.inf:
-            raise ValueError(f"{name} is {value}; it must be finite and not negative.")
-        elif f.name in ("every", "steps", "reference_ranks") and value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1.")
-        elif f.name == "reference_ranks" and value > MOST_RANKS:
-            raise ValueError(f"{name} is {value}; it must be at most {MOST_RANKS}, or gradients vanish beside eps.")
 
 
 def part_of(role: Role) -> str:
@@ -217,7 +191,7 @@ def _build_adam(parts: dict[str, Named], config: OptimConfig) -> list[Adam]:
         if not inside:
             continue
         p: Part = getattr(config, part)
-        betas = tuple(base if own == -1 else own for own, base in ((p.beta1, config.beta1), (p.beta2, config.beta2)))
+        betas = tuple(base if own is None else own for own, base in ((p.beta1, config.beta1), (p.beta2, config.beta2)))
         rate = config.lr * p.lr
         groups.append(
             {
@@ -269,8 +243,7 @@ def _build_muon(
         kind(
             [group], lr=m.lr, momentum=m.momentum, nesterov=m.nesterov, momentum_form=m.momentum_form,
             method=method, steps=m.steps,
-            coefficients=NEWTON_SCHULZ_PER_STEP if per_step else None,
-            scale=None if m.scale == "none" else m.scale, weight_decay=m.weight_decay,
+            coefficients=NEWTON_SCHULZ_PER_STEP if per_step else None, scale=m.scale, weight_decay=m.weight_decay,
             decay=m.decay, decay_by=m.decay_by, update_ema=m.update_ema, update_floor=m.update_floor,
             exact_bf16=config.weights == "exact-bf16", **options,
         )

@@ -51,8 +51,8 @@ class Outcome:
 
 def fit_to_tokens(recipe: Recipe, tokens: TokenFolder, track: Track) -> Recipe:
     """On one's own tokens the vocabulary is whatever the tokens need; on a track it is part of the recipe."""
-    if track.name == "own" and tokens.vocab_size != recipe.model.vocab:
-        return with_fields(recipe, {"model.vocab": tokens.vocab_size})
+    if track.name == "own" and tokens.vocab_size != recipe.model.vocab_size:
+        return with_fields(recipe, {"model.vocab_size": tokens.vocab_size})
     return recipe
 
 
@@ -60,7 +60,7 @@ def check_supply(recipe: Recipe, tokens: TokenFolder, track: Track) -> None:
     """On a track that is seen once, too few tokens are told before the run, not after hours of it."""
     if track.once:
         s = recipe.schedule
-        fineweb.check_supply(tokens, recipe.loader, tokens=s.tokens, seq_len=s.length)
+        fineweb.check_supply(tokens, recipe.loader, tokens=s.tokens, seq_len=s.seq_len)
 
 
 def check_rules(recipe: Recipe, track: Track) -> None:
@@ -77,9 +77,9 @@ def worth_compiling(recipe: Recipe, machine: Machine) -> bool:
     return machine.device.type != "cpu" or recipe.schedule.total >= WORTH_COMPILING
 
 
-def default_checkpoint_every(recipe: Recipe, track: Track) -> int:
+def default_checkpoint_every(recipe: Recipe, track: Track) -> int | None:
     """At each validation, unless the clock of the track counts checkpoints."""
-    return recipe.validation.every if track.checkpoints else 0
+    return recipe.validation.every if track.checkpoints else None
 
 
 def start(
@@ -272,7 +272,7 @@ def obstacle(path: Path, recipe: Recipe, track: Track, seed: int) -> str | None:
         changed.append(f"val_tokens: {about.options.val_tokens} -> {track.val_tokens}")
     changed += [f"{k}: {getattr(about, k)} -> {value}" for k, value in asked.items() if getattr(about, k) != value]
     old, new = about.data.files, hashes(tokens)
-    if track.once and recipe.loader.order == "sequential":  # chunks fetched since come after all that the run needs
+    if track.once and recipe.loader.shuffle is None:  # chunks fetched since come after all that the run needs
         new = {name: sha256 for name, sha256 in new.items() if name in old}
     for name in sorted({*old, *new}):
         unknown = name in old and name in new and "" in (old[name], new[name])  # put there by hand

@@ -15,7 +15,7 @@ small beside the roots that it is added to, and every gradient of an unlikely to
 
 Losses in logs, and the norm that `optim.clip` allows, are always those of the mean.
 
-An operand of an 8-bit product is divided by its scale before it is rounded (`model.fp8_scales`: features, weights,
+An operand of an 8-bit product is divided by its scale before it is rounded (`model.head.fp8_scales`: features, weights,
 gradients of the logits). Features and weights are float8_e4m3fn (448 is the largest, 2**-9 the smallest number above
 zero), gradients float8_e5m2 (57,344 and 2**-16). A larger number is cut off to 448 or becomes infinite, less than half
 of the smallest becomes zero.
@@ -52,40 +52,46 @@ def over_mean(recipe: Recipe, tokens: int) -> float:
 
 def check(recipe: Recipe) -> None:
     """Refuse scales of an 8-bit head with which training could not even begin."""
-    if not recipe.model.fp8_head:
+    if not recipe.model.head.fp8:
         return
     for what, scale, smallest, largest, (tiny, huge) in _operands(recipe):
         below, above = smallest / scale < tiny, largest / scale > huge
         if below or above:
             size, happens = (smallest, "rounds to zero") if below else (largest, "overflows")
-            way = "choose other model.fp8_scales"
+            way = "choose other model.head.fp8_scales"
             if what == "gradient of a logit" and below and recipe.optim.reference_ranks is None:
                 way += ", or sum the loss with optim.reference_ranks"
             raise UserError(
-                f"A {what} of {size:.2g} {happens} in 8-bit floats: its scale in model.fp8_scales is {scale:.4g}; "
-                f"{way}, or turn model.fp8_head off."
+                f"A {what} of {size:.2g} {happens} in 8-bit floats: its scale in model.head.fp8_scales is {scale:.4g}; "
+                f"{way}, or turn model.head.fp8 off."
             )
 
 
 def _operands(recipe: Recipe) -> Iterator[tuple[str, float, float, float, tuple[float, float]]]:
     """(what, its scale, a usual size, the largest one, range of its 8-bit float) before the first step."""
     m, stages = recipe.model, recipe.schedule.visits()
-    x_scale, w_scale, g_scale = m.fp8_scales
-    yield "feature", x_scale, 1.0, math.sqrt(m.width), E4M3_RANGE  # normalised: the mean square is 1
-    if m.tied or not m.zero_init:
-        std = m.embed_std or 1 / math.sqrt(3 * m.width)
+    x_scale, w_scale, g_scale = m.head.fp8_scales
+    yield "feature", x_scale, 1.0, math.sqrt(m.dim), E4M3_RANGE  # normalised: the mean square is 1
+    if m.head.tied or not m.init.zero_init:
+        std = m.embeddings.std or 1 / math.sqrt(3 * m.dim)
         yield "weight", w_scale, std, LARGEST_DRAW * std, E4M3_RANGE
     usual, steepest = _slopes(m)
     divisors = [backward_divisor(recipe, stage.tokens) for stage in stages]
     weight = max(sum(stage.mtp_weights) for stage in stages)
     # Of a token that is no target, as likely as any other; and of a target that was thought to be impossible.
-    yield "gradient of a logit", g_scale, usual / m.vocab / max(divisors), steepest * weight / min(divisors), E5M2_RANGE
+    yield (
+        "gradient of a logit",
+        g_scale,
+        usual / m.vocab_size / max(divisors),
+        steepest * weight / min(divisors),
+        E5M2_RANGE,
+    )
 
 
 def _slopes(m: GPTConfig) -> tuple[float, float]:
     """How much a logit changes with what the head computes: at zero, and where it changes most."""
-    if m.softcap != "sigmoid":
+    if m.head.softcap != "sigmoid":
         return 1.0, 1.0
-    share = 1 / (1 + math.exp(-m.softcap_shift / m.softcap_temperature))
-    slope = m.softcap_limit / m.softcap_temperature
+    share = 1 / (1 + math.exp(-m.head.softcap_shift / m.head.softcap_temperature))
+    slope = m.head.softcap_limit / m.head.softcap_temperature
     return slope * share * (1 - share), slope / 4

@@ -11,11 +11,16 @@ import dataclasses
 import functools
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal, TypeVar
+
+from msgspec import Meta
 
 from speedrun.checks import AboveZero, Count, Positive, Share, check_fields
 from speedrun.errors import UserError
 from speedrun.model import Windows
+
+T = TypeVar("T")
+Ramp = Annotated[tuple[T, ...], Meta(min_length=1)]
 
 
 @dataclass(frozen=True)
@@ -56,36 +61,36 @@ class Stage:
 class ScheduleConfig:
     steps: Positive = 1000
     """Scheduled optimizer steps, fixed before the run: no run stops on its validation loss."""
-    extension: Count = 0
+    extra_steps: Count = 0
     """Further steps at the lowest learning rate."""
-    rows: Positive = 8
-    """Rows per step."""
-    length: Positive = 128
-    """Tokens per row."""
+    batch_size: Positive = 8
+    """Sequences per step, over all micro-batches and processes."""
+    seq_len: Positive = 128
+    """Tokens per sequence."""
     warmup: Share = 0.02
     """Share of the steps over which the learning rate rises linearly."""
     cooldown: Share = 0.5
     """Share of the steps, at the end, over which it falls linearly."""
-    floor: Share = 0.0
+    min_lr_ratio: Share = 0.0
     """Learning rate factor that the cooldown falls to."""
-    batch_ramp: tuple[Positive, ...] = ()
-    """Rows per step in equal slots of the steps; empty: always `rows`."""
-    lr_ramp: tuple[AboveZero, ...] = ()
-    """Learning rate factor in equal slots, the cooldown on top of it; empty: always 1."""
-    window_ramp: tuple[Positive, ...] = ()
-    """Tokens of the long attention window in equal slots; empty: no windows."""
-    window_cubic: Count = 0
-    """Instead of a ramp: the long window grows to so many tokens, fast, then slowly, then fast; 0 turns it off."""
+    batch_ramp: Ramp[Positive] | None = None
+    """Sequences per step in equal slots of the steps; None: always batch_size."""
+    lr_ramp: Ramp[AboveZero] | None = None
+    """Learning rate factor in equal slots, the cooldown on top of it; None: always 1."""
+    window_ramp: Ramp[Positive] | None = None
+    """Tokens of the long attention window in equal slots; None: no ramp."""
+    window_cubic: Positive | None = None
+    """Instead of a ramp: the long window grows to this many tokens, fast, then slowly, then fast; None: it does not."""
     window_block: Positive = 128
-    """Windows are whole blocks of so many tokens; the short one is half of the long one in blocks, rounded down."""
-    window_short: Count = 0
-    """Largest short window in tokens; 0: no limit."""
-    window_extension: Count = 0
-    """Long window of the extension; 0: the last of the ramp."""
-    window_final: Count = 0
-    """Long window of the last validation; 0: that of the last step. Rotary positions do not follow it."""
-    yarn_until: Count = 0
-    """The longest long window that rotary positions follow (model.yarn); 0: all of them."""
+    """Windows are multiples of this many tokens; the short one is half of the long one, rounded down to a multiple."""
+    window_short: Positive | None = None
+    """Largest short window in tokens; None: no limit."""
+    window_extra: Positive | None = None
+    """Long window of the extra steps; None: the last of the ramp."""
+    window_final: Positive | None = None
+    """Long window of the last validation; None: that of the last step. Rotary positions do not follow it."""
+    yarn_until: Positive | None = None
+    """The longest long window that rotary positions follow (model.attention.yarn); None: all of them."""
     momentum_low: Share = 0.85
     """Momentum at the start of its warm-up and towards the end of its cool-down."""
     momentum_high: Share = 0.95
@@ -94,12 +99,12 @@ class ScheduleConfig:
     """Steps over which Muon's momentum rises."""
     momentum_cooldown: Count = 0
     """Steps over which it falls at the end. With neither, it stays at optim.muon.momentum."""
-    predict: Literal[1, 3] = 1
-    """Tokens predicted at the start: 1 or 3. The weights of the second and third fall to 0 on the way."""
-    predict_until: Share = 1.0
+    mtp_tokens: Literal[1, 3] = 1
+    """Tokens predicted at each position at the start: 1 or 3. The weights of the second and third fall to 0."""
+    mtp_until: Share = 1.0
     """Share of the steps that the schedule of those weights takes; the last third of it predicts one token."""
-    split: Share = 0.0
-    """Share of the steps after which a tied head becomes a table of its own (model.split); 0: never."""
+    untie_at: Annotated[float, Meta(gt=0, le=1)] | None = None
+    """Share of the steps after which a tied head becomes a table of its own (model.head.untie); None: never."""
 
     def __post_init__(self) -> None:
         check_fields(self, "schedule.")
@@ -110,23 +115,14 @@ class ScheduleConfig:
             )
         if self.window_cubic and self.window_ramp:
             raise UserError(
-                "schedule.window_cubic and schedule.window_ramp exclude each other; set one of them to 0 or ()."
+                "schedule.window_cubic and schedule.window_ramp exclude each other; set one of them to None."
             )
-        if (self.window_extension or self.window_final or self.window_short) and not self.has_windows:
-            raise UserError(
-                "schedule.window_extension, window_final and window_short need a window_ramp or window_cubic."
-            )
-        for window in (
-            *self.window_ramp,
-            self.window_extension,
-            self.window_final,
-            self.window_short,
-            self.window_cubic,
-        ):
-            if window % self.window_block:
+        if (self.window_extra or self.window_final or self.window_short) and not self.has_windows:
+            raise UserError("schedule.window_extra, window_final and window_short need a window_ramp or window_cubic.")
+        for window in (*self._long_windows, self.window_final, self.window_short):
+            if window and window % self.window_block:
                 raise UserError(
-                    f"A window of {window} tokens is not made of whole blocks of {self.window_block} "
-                    "(schedule.window_block)."
+                    f"A window of {window} tokens is no multiple of schedule.window_block {self.window_block}."
                 )
 
     # ------------------------------------------------------------------ over the steps
@@ -134,29 +130,29 @@ class ScheduleConfig:
     @property
     def total(self) -> int:
         """All steps of a run."""
-        return self.steps + self.extension
+        return self.steps + self.extra_steps
 
     def scaled(self, total: int) -> "ScheduleConfig":
         """The same schedule in `total` steps: what is counted in steps keeps its share of the run."""
-        least = 1 + bool(self.extension)
+        least = 1 + bool(self.extra_steps)
         if total < least:
             raise UserError(f"--steps is {total}; this schedule needs at least {least}.")
 
         def share(count: int) -> int:
             return max(1, round(count * total / self.total)) if count else 0
 
-        extension = share(self.extension)
+        extra_steps = share(self.extra_steps)
         return dataclasses.replace(
             self,
-            steps=total - extension,
-            extension=extension,
+            steps=total - extra_steps,
+            extra_steps=extra_steps,
             momentum_warmup=share(self.momentum_warmup),
             momentum_cooldown=share(self.momentum_cooldown),
         )
 
     @property
     def tokens(self) -> int:
-        return sum(self._batch_size(s) for s in range(self.total)) * self.length
+        return sum(self._batch_size(s) for s in range(self.total)) * self.seq_len
 
     @property
     def max_tokens(self) -> int:
@@ -168,9 +164,18 @@ class ScheduleConfig:
         return bool(self.window_ramp or self.window_cubic)
 
     @property
+    def max_window(self) -> int:
+        """The longest window of training; 0 without windows."""
+        return max(self._long_windows, default=0)
+
+    @property
+    def _long_windows(self) -> list[int]:
+        return [w for w in (*(self.window_ramp or ()), self.window_cubic, self.window_extra) if w]
+
+    @property
     def untie_step(self) -> int | None:
         """The step at whose end the head is untied; odd, so that an Adam that steps every second time has stepped."""
-        return math.ceil(self.split * self.steps) | 1 if self.split else None
+        return math.ceil(self.untie_at * self.steps) | 1 if self.untie_at else None
 
     def at(self, step: int) -> Stage:
         windows = self._windows(step)
@@ -179,7 +184,7 @@ class ScheduleConfig:
             step=step,
             lr=self._lr(step),
             batch_size=self._batch_size(step),
-            seq_len=self.length,
+            seq_len=self.seq_len,
             momentum=self._momentum(step),
             windows=windows,
             window_history=self._window_history(step),
@@ -210,7 +215,7 @@ class ScheduleConfig:
 
     def shapes(self) -> list[tuple[int, int]]:
         """Every distinct (rows, length)."""
-        return list(dict.fromkeys((self._batch_size(s), self.length) for s in range(self.total)))
+        return list(dict.fromkeys((self._batch_size(s), self.seq_len) for s in range(self.total)))
 
     # ------------------------------------------------------------------ one number each
 
@@ -220,19 +225,19 @@ class ScheduleConfig:
 
     def _batch_size(self, step: int) -> int:
         """A ramp begins with small batches: early in a run they gain more per token."""
-        return self.batch_ramp[self._slot(step, len(self.batch_ramp))] if self.batch_ramp else self.rows
+        return self.batch_ramp[self._slot(step, len(self.batch_ramp))] if self.batch_ramp else self.batch_size
 
     def _lr(self, step: int) -> float:
         """A trapezoid: up over the warm-up, flat, down to the floor, which the extension keeps."""
         rise, fall = round(self.warmup * self.steps), self.cooldown * self.steps
         if step >= self.steps:
-            return self.floor if self.cooldown else self._peak(step)
+            return self.min_lr_ratio if self.cooldown else self._peak(step)
         if step < rise:
             return self._peak(step) * (step + 1) / rise
         if step < self.steps - fall:
             return self._peak(step)
         left = (self.steps - step) / fall
-        return self._peak(step) * left + self.floor * (1 - left)
+        return self._peak(step) * left + self.min_lr_ratio * (1 - left)
 
     def _peak(self, step: int) -> float:
         """The ramp's factor, which grows with the batch.
@@ -246,10 +251,11 @@ class ScheduleConfig:
 
     def _long(self, step: int) -> int:
         """The long window. It grows over the run: what is near is learned first, and a short window costs less."""
-        if step >= self.steps and self.window_extension:
-            return self.window_extension
+        if step >= self.steps and self.window_extra:
+            return self.window_extra
         if self.window_ramp:
             return self.window_ramp[self._slot(step, len(self.window_ramp))]
+        assert self.window_cubic is not None
         x = min(step, self.steps) / self.steps
         share = 4 * x**3 - 6 * x**2 + 3 * x
         blocks = math.ceil(round(self.window_cubic * share / self.window_block, 9))
@@ -266,12 +272,12 @@ class ScheduleConfig:
         """Every long window that rotary positions follow, up to this step."""
         if not self.has_windows:
             return ()
-        if self.window_cubic:
-            found = [window for first, window in _cubic_changes(self) if first <= step]
-        else:
+        if self.window_ramp:
             found = list(self.window_ramp[: self._slot(min(step, self.steps - 1), len(self.window_ramp)) + 1])
-            if step >= self.steps and self.window_extension:
-                found.append(self.window_extension)
+            if step >= self.steps and self.window_extra:
+                found.append(self.window_extra)
+        else:
+            found = [window for first, window in _cubic_changes(self) if first <= step]
         changes = (w for i, w in enumerate(found) if i == 0 or w != found[i - 1])
         return tuple(w for w in changes if not self.yarn_until or w <= self.yarn_until)
 
@@ -289,9 +295,9 @@ class ScheduleConfig:
 
     def _mtp_weights(self, step: int) -> tuple[float, ...]:
         """Weights for three tokens, then for two, then for one: in the end only the next one counts."""
-        if self.predict == 1:
+        if self.mtp_tokens == 1:
             return (1.0,)
-        over = self.predict_until * self.steps
+        over = self.mtp_until * self.steps
         u = step / over if over else math.inf
         if u < 1 / 3:
             return (1.0, 0.5, 0.25 * (1 - 3 * u))

@@ -41,7 +41,7 @@ def save(trainer: Trainer, state: TrainState, done: int) -> None:
             "loader": state.loader,
             "clock": state.clock.seconds,
             "tokens": state.tokens,
-            "micro_rows": trainer.micro_rows,
+            "micro_batch_size": trainer.micro_batch_size,
             "seed": job.options.seed,
             "threads": job.machine.threads,
         }

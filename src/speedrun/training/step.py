@@ -34,10 +34,10 @@ class Trainer:
 
     def __init__(self, job: Job) -> None:
         recipe, machine, options = job.recipe, job.machine, job.options
-        if job.tokens.vocab_size > recipe.model.vocab:
+        if job.tokens.vocab_size > recipe.model.vocab_size:
             raise UserError(
-                f"The data has {job.tokens.vocab_size} different tokens, the model only {recipe.model.vocab}; "
-                f"pass --model.vocab {job.tokens.vocab_size}."
+                f"The data has {job.tokens.vocab_size} different tokens, the model only {recipe.model.vocab_size}; "
+                f"pass --model.vocab-size {job.tokens.vocab_size}."
             )
         self.job, self.recipe, self.comm, self.device = job, recipe, job.comm, machine.device
         self.alone = job.comm.size == 1
@@ -48,8 +48,8 @@ class Trainer:
             if not out_of_memory(e):
                 raise
             raise UserError(
-                f"The weights do not fit into the memory of {self.device}; choose a smaller model (--model.width, "
-                "--model.layers) or another machine."
+                f"The weights do not fit into the memory of {self.device}; choose a smaller model (--model.dim, "
+                "--model.num-layers) or another machine."
             ) from e
         if recipe.optim.weights != "float32":
             self.model.store_matrices(torch.bfloat16)
@@ -67,13 +67,13 @@ class Trainer:
         self.loss_of, why_not = compiled(self.model, options.compile, self.device, recipe.compiler)
         if why_not:
             job.say(f"torch.compile is not used: {why_not}")
-        self.micro_rows = options.micro_rows
+        self.micro_batch_size = options.micro_batch_size
         self.fitting: dict[tuple[object, ...], int] = {}  # rows of a micro-batch by the shape of a stage, on a GPU
         if self.device.type == "cuda":
             memory = memory_of(recipe, machine, options, self.comm.size)
             there = machine.memory or torch.cuda.get_device_properties(self.device).total_memory
             check_rows(memory, recipe, there)
-            self.fitting = memory.micro_rows
+            self.fitting = memory.micro_batch_sizes
         self.asked_to_stop: int | None = None  # the signal that this rank received
         self.stop_signal: int | None = None  # a signal that all ranks know of
 
@@ -118,16 +118,16 @@ class Trainer:
         batch = batch.rows(mine.start, mine.stop)
         rows = len(batch.inputs)
         while True:
-            size = max(1, min(self.micro_rows or self.fitting.get(stage.shape, rows), rows))
+            size = max(1, min(self.micro_batch_size or self.fitting.get(stage.shape, rows), rows))
             try:
                 return self.accumulate(batch, stage, size, divisor) * (divisor / counted)
             except (torch.OutOfMemoryError, MemoryError, RuntimeError) as e:
                 self.check_out_of_memory(e, batch, size)
             # Outside the handler: the failed graph is freed before the next attempt.
-            self.micro_rows = size // 2
+            self.micro_batch_size = size // 2
             self.release_memory()
             self.job.say(
-                f"out of memory: going on with micro-batches of {self.micro_rows} rows (same result, more passes)"
+                f"out of memory: going on with micro-batches of {self.micro_batch_size} rows (same result, more passes)"
             )
             torch.compiler.set_stance("default")
 
@@ -171,7 +171,7 @@ class Trainer:
         if cu_seqlens is not None:
             cu_seqlens = cu_seqlens.to(self.device)
             torch._dynamo.mark_dynamic(cu_seqlens, 0)  # one graph, should documents once be too many
-        return Documents(doc_ids.to(self.device), cu_seqlens, batch.max_document)
+        return Documents(doc_ids.to(self.device), cu_seqlens, batch.max_doc_len)
 
     def agreed(self, loss: float) -> float:
         """The sum over the ranks, which also learn here that one of them was asked to stop.
@@ -206,7 +206,7 @@ class Trainer:
         if self.comm.size > 1:
             raise UserError(
                 f"Out of memory on rank {self.comm.rank} with {size} rows at a time; the other ranks are "
-                f"waiting, so it cannot try again. Start with --micro-rows {max(1, size // 2)}."
+                f"waiting, so it cannot try again. Start with --micro-batch-size {max(1, size // 2)}."
             ) from error
         self.optimizer.zero_grad(set_to_none=True)
         if size == 1:

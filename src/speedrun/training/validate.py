@@ -15,12 +15,12 @@ def validation_batches(job: Job, split: str) -> Iterator[loader.Batch]:
     v, tokens = job.recipe.validation, job.tokens
     return loader.validation_batches(
         tokens.shards(split),
-        batch_size=v.rows,
-        seq_len=v.length,
+        batch_size=v.batch_size,
+        seq_len=v.seq_len,
         bos=tokens.bos,
         vocab_size=tokens.vocab_size,
         packing=job.recipe.loader.packing,
-        max_document=job.recipe.validation_max_document,
+        max_doc_len=job.recipe.validation_max_doc_len,
         tokens=job.options.val_tokens,
     )
 

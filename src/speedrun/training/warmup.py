@@ -19,7 +19,7 @@ def made_up(job: Job, batch_size: int, seq_len: int, generator: torch.Generator)
     """A batch of random tokens, two documents in a row."""
     ids = torch.randint(job.tokens.vocab_size, (batch_size, seq_len), generator=generator)
     packed = job.recipe.loader.packing == "documents"
-    max_doc_len = job.recipe.loader.max_document if torch.is_grad_enabled() else job.recipe.validation_max_document
+    max_doc_len = job.recipe.loader.max_doc_len if torch.is_grad_enabled() else job.recipe.validation_max_doc_len
     return Batch(ids, ids.clone(), (np.array([0, seq_len // 2]),) * batch_size if packed else None, {}, max_doc_len)
 
 
@@ -51,10 +51,10 @@ def warm_up(trainer: Trainer) -> None:
 def visit_until_it_fits(trainer: Trainer, generator: torch.Generator) -> None:
     """Again from the first shape if memory ran out on the way: those before had larger micro-batches."""
     while True:
-        micro_rows = trainer.micro_rows
+        micro_batch_size = trainer.micro_batch_size
         with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
             visit(trainer, generator)
-        if trainer.micro_rows == micro_rows:
+        if trainer.micro_batch_size == micro_batch_size:
             return
 
 
@@ -74,13 +74,13 @@ def visit(trainer: Trainer, generator: torch.Generator) -> None:
         trainer.model.apply_yarn(stage.window_history)
         try:
             with torch.no_grad():
-                trainer.micro_loss(made_up(job, v.rows, v.length, generator), stage).item()
+                trainer.micro_loss(made_up(job, v.batch_size, v.seq_len, generator), stage).item()
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as e:
             if not out_of_memory(e):
                 raise
             raise UserError(
-                f"Out of memory with a validation batch of {v.rows} x {v.length} tokens; pass fewer --validation.rows, "
-                "or choose another device."
+                f"Out of memory with a validation batch of {v.batch_size} x {v.seq_len} tokens; pass a smaller "
+                "--validation.batch-size, or choose another device."
             ) from e
 
 
