@@ -10,13 +10,13 @@ does not fit into memory. Nothing of that is here.
 
 Where to read on, in src/speedrun/:
 
-    recipes/normuon.py    the numbers of the default recipe
-    data/loader.py        how a stream of tokens becomes rows
-    model/gpt.py          the network
-    train/optimizers.py   which optimizer trains which parameter; optim/muon.py and optim/adam.py have the updates
-    train/schedule.py     learning rate, batch size, windows and momentum, each as a function of the step
-    train/step.py         one step, with everything that several processes and small memories need
-    train/loop.py         this loop, with everything that a timed run needs
+    recipes/normuon.py       the numbers of the default recipe
+    data/loader.py           how a stream of tokens becomes rows
+    model/gpt.py             the network
+    training/optimizers.py   which optimizer trains which parameter; optim/muon.py and optim/adam.py have the updates
+    training/schedule.py     learning rate, batch size, windows and momentum, each as a function of the step
+    training/step.py         one step, with everything that several processes and small memories need
+    training/loop.py         this loop, with everything that a timed run needs
 """
 
 import argparse

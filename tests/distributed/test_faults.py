@@ -22,7 +22,7 @@ from speedrun.errors import UserError
 from speedrun.recipes import get_recipe
 from speedrun.training import watchdog
 from speedrun.training.config import with_fields
-from speedrun.training.distributed import choose_backend, meeting_point
+from speedrun.training.distributed import choose_transport, meeting_point
 from speedrun.training.run import check_ranks
 from speedrun.training.watchdog import Watchdog
 from tests.distributed.test_training import FLAGS, metrics
@@ -59,15 +59,15 @@ def early(asked, device):
     if os.environ["RANK"] == rank:
         time.sleep(1.5)
     elif kind == "alone":
-        return choose_backend(asked, device)
+        return choose_transport(asked, device)
     raise UserError("a mistake before the ranks have met")
 
 Loop.log_step = accident
 if kind == "mistaken":
     Loop.run = mistake
 if kind in ("early", "alone"):
-    choose_backend = distributed.choose_backend
-    distributed.choose_backend = early
+    choose_transport = distributed.choose_transport
+    distributed.choose_transport = early
 if kind == "alone":
     errors.PRECEDENCE = 1.0
 sys.exit(main(["train", *sys.argv[4:]]))
@@ -274,12 +274,12 @@ def test_those_who_are_behind_are_named(watchdogs: tuple[list[Watchdog], list[st
 
 def test_what_is_asked_for_must_be_there() -> None:
     cpu = torch.device("cpu")
-    assert choose_backend("auto", cpu) == choose_backend("gloo", cpu) == "gloo"
-    assert choose_backend("auto", torch.device("cuda")) == "cpu:gloo,cuda:nccl"
+    assert choose_transport("auto", cpu) == choose_transport("gloo", cpu) == "gloo"
+    assert choose_transport("auto", torch.device("cuda")) == "cpu:gloo,cuda:nccl"
     with pytest.raises(UserError, match="--backend nccl needs a GPU, and the device is cpu"):
-        choose_backend("nccl", cpu)
+        choose_transport("nccl", cpu)
     with pytest.raises(UserError, match="--backend is 'mpi'"):
-        choose_backend("mpi", cpu)
+        choose_transport("mpi", cpu)
     recipe = with_fields(get_recipe("adamw", "pocket"), {"schedule.batch_size": 3})
     check_ranks(recipe, 3)
     with pytest.raises(UserError, match="There are 4 ranks, but a step has only 3 rows"):

@@ -1,4 +1,4 @@
-"""Files of one's own become documents.
+"""Files of your own become documents.
 
 A plain text file is a document, and one that is larger than 16,384 characters is cut at blank lines into
 documents of about that size, so that even a single big file has documents to hold out, and memory stays constant.
@@ -15,8 +15,8 @@ from pathlib import Path
 from speedrun.errors import UserError
 
 SUFFIXES = {".txt", ".md", ".jsonl"}
-DOCUMENT_CHARACTERS = 1 << 14  # a plain file is cut at the first blank line after so many,
-LONGEST_CHARACTERS = 1 << 16  # and at white space before so many if there is no blank line
+DOCUMENT_CHARACTERS = 1 << 14  # a plain file is cut at the first blank line after this many,
+LONGEST_CHARACTERS = 1 << 16  # and at white space before this many if there is no blank line
 READ_CHARACTERS = 1 << 17
 
 

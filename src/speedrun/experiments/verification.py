@@ -422,7 +422,7 @@ def _unknowable(plan: Plan) -> list[str]:
         "whether other races of these recipes were made and not shown",
     ]
     return notes + (
-        [] if plan.track in TRACKS else ["whether the tokens were fit for the claim: the track is one's own"]
+        [] if plan.track in TRACKS else ["whether the tokens were fit for the claim: the track is your own"]
     )
 
 

@@ -19,7 +19,7 @@ from speedrun.errors import UserError
 from speedrun.model import flash
 from speedrun.model.flash import attend_flash, cu_seqlens_of, row_cu_seqlens
 
-Backend = Literal["fa3", "varlen", "sdpa"]
+Backend = Literal["fa3", "varlen", "sdpa"]  # in order of preference; training/gpus.py says which a named GPU takes
 NAMES = {"fa3": "Flash Attention 3", "varlen": "torch's varlen_attn"}
 CURES = {
     "fa3": "to get it, pip install 'speedrun[gpu]' and let this machine reach the Hugging Face hub",
@@ -252,7 +252,7 @@ def attend_masked(
 
 
 def blocks_of(window: int) -> tuple[int, int]:
-    """(block, before): queries in blocks of so many tokens, each with its own keys and those of the blocks before."""
+    """(block, before): queries in blocks of `block` tokens, each with its own keys and those of the blocks before."""
     block = max(MIN_BLOCK, window if window < WIDE else math.ceil(window / 2))
     return block, max(1, math.ceil(window / block))
 
@@ -262,7 +262,7 @@ def local(T: int, window: int) -> bool:
     return 3 * max(window, MIN_BLOCK) < T
 
 
-# Blocks are attended in pieces whose mask, as floats, has at most so many bytes: larger ones do not stay in the
+# Blocks are attended in pieces whose mask, as floats, has at most this many bytes: larger ones do not stay in the
 # allocator, and touching fresh memory every time is slow.
 PIECE_BYTES = 2**24
 

@@ -32,6 +32,8 @@ Role = Literal[
 ]  # fmt: skip
 """What a parameter is for. Optimizers, counts and the dry run ask for the role and never look at a name."""
 
+# A new parameter has its name here; a new role also a word in `Role`, in `COUNTED_AS`, and the field of its name in
+# `speedrun.training.optimizers.OptimConfig`.
 ROLES: dict[str, Role] = {  # by the name of the parameter without the numbers of lists
     "embed": "embed", "head": "head", "embed2": "embed2", "value_embeds": "values",
     "bigram_embed": "bigram",

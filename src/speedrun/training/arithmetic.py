@@ -78,7 +78,7 @@ class Tried:
             raise ValueError(f"{len(self.float32)} and {len(self.bfloat16)} seconds, failed: {self.failed}")
 
     @property
-    def faster(self) -> bool:
+    def bfloat16_wins(self) -> bool:
         """Whether bfloat16 was clearly faster in every trial."""
         pairs = list(zip(self.float32, self.bfloat16, strict=True))
         return len(pairs) == TRIALS and all(b <= FASTER * f for f, b in pairs)
@@ -116,7 +116,7 @@ def choose_on_cpu(model: GPTConfig, tokens: int, threads: int) -> tuple[torch.dt
             notes.append(f"this cannot be kept for the next time: {str(e).rstrip('.')}")
     if found.limit:
         os.environ.setdefault(ONEDNN_LIMIT, found.limit)
-    return torch.bfloat16 if found.faster else torch.float32, "; ".join([str(found), *notes])
+    return torch.bfloat16 if found.bfloat16_wins else torch.float32, "; ".join([str(found), *notes])
 
 
 def tried(shapes: Shapes, threads: int) -> Tried:
@@ -161,7 +161,7 @@ def amx_works() -> bool:
     Some virtual machines list AMX, even grant it, and then kill the process that uses it, so it is tried in a child
     process. When the child dies, torch's bf16 matmuls are kept off AMX in this process and in those it starts.
     """
-    if ONEDNN_LIMIT in os.environ:  # somebody has chosen already, perhaps this function in a parent process
+    if ONEDNN_LIMIT in os.environ:  # already chosen, perhaps this function in a parent process
         return os.environ[ONEDNN_LIMIT].upper() in ("ALL", "DEFAULT", "AVX512_CORE_AMX", "AVX512_CORE_AMX_FP16")
     trial = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); (a @ a).sum().item()"
     if subprocess.run([sys.executable, "-c", trial], capture_output=True, check=False).returncode >= 0:

@@ -123,7 +123,7 @@ class PublishedCurve:
     machine: str = "8xH100"
 
     def at(self, done: int) -> float | None:
-        """The loss after so many steps, if the record measured it there."""
+        """The loss after this many steps, if the record measured it there."""
         return dict(self.losses).get(done)
 
     def __str__(self) -> str:

@@ -81,7 +81,7 @@ def launched() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def choose_backend(asked: str, device: torch.device) -> str:
+def choose_transport(asked: str, device: torch.device) -> str:
     """gloo for CPUs; NCCL for GPUs, with gloo beside it for small tensors that live on the CPU."""
     if asked not in ("auto", "gloo", "nccl"):
         raise UserError(f"--backend is {asked!r}; it must be one of: auto, gloo, nccl.")
@@ -95,7 +95,7 @@ def joined(
     device: torch.device, timeout: float = TIMEOUT, backend: str = "auto"
 ) -> Iterator[tuple[Comm, Watchdog | None]]:
     """The ranks of this run, and their watchdog; alone when there is one process."""
-    backend = choose_backend(backend, device)
+    backend = choose_transport(backend, device)
     if ranks() == 1:
         yield Comm(), None
         return
@@ -149,7 +149,7 @@ def meeting_point(limit: datetime.timedelta) -> Any:
     """
     address, port = os.environ.setdefault("MASTER_ADDR", "localhost"), variable("MASTER_PORT", 1, 2**16 - 1)
     try:
-        # Whoever started these ranks may have been killed since: then nobody else ends them.
+        # The parent of these ranks may have been killed since; then they must end themselves.
         soon = min(datetime.timedelta(seconds=REACHED), limit) if launched() else limit
         store, *_ = next(rendezvous("env://", rank(), ranks(), timeout=soon))
     except (dist.DistNetworkError, dist.DistStoreError) as e:
@@ -165,9 +165,9 @@ def meeting_point(limit: datetime.timedelta) -> Any:
 
 def handshake(comm: Comm, facts: Mapping[str, Any]) -> None:
     """All ranks must be about to do the same; otherwise one sentence says which one differs in what."""
-    everybody = comm.all_gather_object(dict(facts))
-    for rank, theirs in enumerate(everybody):
-        for key, value in everybody[0].items():
+    gathered = comm.all_gather_object(dict(facts))
+    for rank, theirs in enumerate(gathered):
+        for key, value in gathered[0].items():
             if theirs[key] != value:
                 raise UserError(
                     f"Rank {rank} differs from rank 0 in {key}: {theirs[key]} instead of {value}. "
@@ -176,7 +176,7 @@ def handshake(comm: Comm, facts: Mapping[str, Any]) -> None:
 
 
 def launch(processes: int, args: Sequence[str], max_restarts: int = 0) -> int:
-    """Run `speedrun` with these arguments in so many processes on this machine, by torchrun's own machinery."""
+    """Run `speedrun` with these arguments in that many processes on this machine, by torchrun's own machinery."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -200,7 +200,7 @@ def launch(processes: int, args: Sequence[str], max_restarts: int = 0) -> int:
                 name = signal.Signals(-failure.exitcode).name
                 print(f"speedrun: rank {rank} was ended by {name}.", file=sys.stderr)
         codes = {failure.exitcode for failure in e.failures.values()}
-        # A mistake, or somebody stopped one rank and so all of them; otherwise one was lost.
+        # A mistake, or a rank was stopped and so all were; otherwise one was lost.
         return next((code for code in (2, 128 + signal.SIGINT, 128 + signal.SIGTERM) if code in codes), 1)
     except SignalException as e:  # it was passed on to the ranks, and they have ended
         return 128 + e.sigval

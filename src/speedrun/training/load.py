@@ -33,7 +33,7 @@ class Load:
         return max(0.0, (all_ - own) / seconds)
 
     def _now(self) -> tuple[float, float, float] | None:
-        """Seconds on the wall, CPU seconds of everybody on these cores, CPU seconds of this run."""
+        """Seconds on the wall, CPU seconds of all processes on these cores, CPU seconds of this run."""
         try:
             own = time.process_time() * neighbours() if self.quick else _own_seconds()
             return time.monotonic(), _all_seconds(), own
@@ -88,7 +88,7 @@ class Pace:
         self.since, self.tokens, self.best, self.told = 0.0, 0, 0.0, False
 
     def after(self, tokens: int, seconds: float) -> str | None:
-        """After a step of so many tokens, with so many seconds on the clock."""
+        """After a step of this many tokens, with this many seconds on the clock."""
         self.tokens += tokens
         elapsed = seconds - self.since
         if elapsed < WINDOW:
@@ -120,7 +120,7 @@ class SleepWhileBusy:
         self._holder: threading.Thread | None = None
 
     def __enter__(self) -> "SleepWhileBusy":
-        if self.threads > 1:  # one alone waits for nobody
+        if self.threads > 1:  # one alone never waits
             self._watcher.start()
         return self
 

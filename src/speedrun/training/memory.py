@@ -166,7 +166,7 @@ def compiled_graph(recipe: Recipe, stage: Stage, kernels: str, *, training: bool
 
 
 def bytes_at_once(recipe: Recipe, stage: Stage, rows: int, kernels: str, *, training: bool = True) -> int | None:
-    """What the compiled passes over so many rows hold at once, weights and their gradients aside; None: not measured.
+    """What the compiled passes over this many rows hold at once, weights and their gradients aside; None: not measured.
 
     Of a graph that was measured with another number of rows, a share of that.
     """

@@ -50,7 +50,7 @@ class Outcome:
 
 
 def fit_to_tokens(recipe: Recipe, tokens: TokenFolder, track: Track) -> Recipe:
-    """On one's own tokens the vocabulary is whatever the tokens need; on a track it is part of the recipe."""
+    """On your own tokens the vocabulary is whatever the tokens need; on a track it is part of the recipe."""
     if track.name == "own" and tokens.vocab_size != recipe.model.vocab_size:
         return with_fields(recipe, {"model.vocab_size": tokens.vocab_size})
     return recipe
@@ -236,6 +236,7 @@ def facts(recipe: Recipe, tokens: TokenFolder, machine: Machine, options: Option
         "seed": options.seed,
         "packages": packages,
         "attention": machine.attention,  # a kernel may load on one rank and not on another
+        "order": options.order,  # ranks that exchange in different orders would wait for each other
     }
 
 

@@ -180,7 +180,7 @@ class RunFolder:
         run: dict[str, Any] = to_jsonable({**description, **{k: v for k, v in found.items() if k not in description}})
         with file_errors(path):
             if path.is_dir():
-                # Filled in place, not replaced: it may be a mount point or somebody's working directory.
+                # Filled in place, not replaced: it may be a mount point or a working directory.
                 try:
                     _fill(path, run)
                 except BaseException:

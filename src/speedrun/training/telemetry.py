@@ -143,7 +143,7 @@ def _temperature_c() -> float | None:
 
 
 def _peak_resident_mib() -> float:
-    # Linux first says it for this program alone; getrusage would start from the size of whoever started it.
+    # Linux first says it for this program alone; getrusage would start from the size of its parent.
     own = re.search(r"^VmHWM:\s*(\d+) kB", _read(_PROC / "self/status"), re.MULTILINE)
     if own:
         return int(own[1]) / 1024

@@ -40,7 +40,7 @@ class Span(NamedTuple):
 
 
 def recorder(device: torch.device, steps: int, about: Mapping[str, Any]) -> profile:
-    """Records so many steps, all but the first one of a run, which is not like the others."""
+    """Records this many steps, all but the first one of a run, which is not like the others."""
     activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]
     made = profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=steps, repeat=1))
     made.preset_metadata_json("speedrun", json.dumps(about))

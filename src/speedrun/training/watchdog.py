@@ -1,4 +1,4 @@
-"""Losing a process: one sentence tells which rank is missing, and nobody waits for it in vain.
+"""Losing a process: one sentence tells which rank is missing, and none waits for it in vain.
 
 torchrun ends all ranks as soon as one has ended, and a process group gives up after its timeout. Neither can say which
 rank the others wait for, or where it is. So each rank leaves signs of life, with the place it has come to, in the store
@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 BEAT = 0.5  # seconds between two signs of life
 SILENCE = 40  # beats without one, and a rank counts as lost: its machine is gone, or the process is stopped
-QUIET = 2  # the same when nobody gets further
+QUIET = 2  # the same when no rank gets further
 BROKEN = 6  # the same when a connection between ranks has broken
-LONG = 4  # a step may take so many times the timeout while it compiles
+LONG = 4  # a step may take this many times the timeout while it compiles
 
 
 class Sign(NamedTuple):
@@ -67,7 +67,7 @@ class Watchdog:
                 if why:  # the main thread waits for what will never come
                     self.tell(why)
                     os._exit(1)
-        except RuntimeError:  # with the store torchrun is gone, and nobody would end this rank
+        except RuntimeError:  # with the store torchrun is gone, and nothing else would end this rank
             if not self.closing.is_set():
                 print(f"speedrun: the store where the ranks met is gone; rank {self.rank} ends.", file=sys.stderr)
                 os._exit(1)
@@ -81,7 +81,7 @@ class Watchdog:
             self.moved = self.moved if new.place == old.place else time.monotonic()
 
     def _missing(self) -> str | None:
-        """Who is silent; or, when nobody has got further for too long, who is behind."""
+        """Who is silent; or, when no rank has got further for too long, who is behind."""
         silent = self.missed.index(max(self.missed))
         last, waited = min(self.signs, key=lambda sign: sign.place), time.monotonic() - self.moved
         if self.missed[silent] > (QUIET if waited > last.allowed else self.silence):
