@@ -200,9 +200,9 @@ def worker(rank: int, args: argparse.Namespace, meeting: str) -> None:
         report(args, entrants, sent, computing, comm.link.bandwidth)
         link = Link(comm.link.bandwidth, approach=sent / carried)
         print(f"gloo itself takes {1e3 * carried:.0f} ms of a step, while earlier transfers pass the modelled link")
-        print("\nforetold from the steps without a slow link, from the end of the backward pass to the last arrival:")
+        print("\nsimulated from the steps without a slow link, from the end of the backward pass to the last arrival:")
         for entrant in sharded:
-            found = [foretold(entrant, step, link) for step in quick[entrant.name]]
+            found = [simulated(entrant, step, link) for step in quick[entrant.name]]
             expected, waiting = (statistics.median(x) for x in zip(*found, strict=True))
             real, waited = statistics.median(entrant.after), statistics.median(entrant.waited)
             print(
@@ -214,7 +214,7 @@ def worker(rank: int, args: argparse.Namespace, meeting: str) -> None:
     dist.destroy_process_group()
 
 
-def foretold(entrant: Entrant, step: Sequence[tuple[float, list[Span]]], link: Link) -> tuple[float, float]:
+def simulated(entrant: Entrant, step: Sequence[tuple[float, list[Span]]], link: Link) -> tuple[float, float]:
     """How long rank 0 would need after its backward pass, and wait in it, had this step had such a link."""
     optimizer = entrant.optimizer
     assert isinstance(optimizer, Interleaved)

@@ -1,4 +1,4 @@
-"""speedrun.optim in a training loop of one's own, with a schedule, clipping, and a checkpoint to go on from.
+"""speedrun.optim in your own training loop, with a schedule, clipping, and a checkpoint to go on from.
 
     python examples/loop.py                    # 60 steps; saves loop.pt
     python examples/loop.py --steps 90         # goes on from loop.pt

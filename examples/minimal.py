@@ -58,7 +58,7 @@ def main() -> None:
 
     _, _, val_losses = train(recipe, tokens, machine, args.seed)
     final = val_losses[recipe.schedule.total]
-    assert track.target is not None  # only tracks made of one's own text may have none
+    assert track.target is not None  # only tracks made of your own text may have none
     reached = "reached" if final <= track.target else "not reached"
     print(f"final validation loss {final:.4f}, target {track.target}: {reached}")
 

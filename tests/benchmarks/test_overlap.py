@@ -1,4 +1,4 @@
-"""The benchmark of the sharded step runs: every order, DDP, and what is foretold of them."""
+"""The benchmark of the sharded step runs: every order, DDP, and what is simulated of them."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_order_is_measured_and_foretold() -> None:
+def test_every_order_is_measured_and_simulated() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.overlap", "--rounds", "1", "--width", "64", "--rows", "1"],
         cwd=ROOT,
@@ -19,6 +19,6 @@ def test_every_order_is_measured_and_foretold() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    table, foretold = done.stdout.split("foretold from")
+    table, simulated = done.stdout.split("simulated from")
     assert re.findall(r"^  (\w+) +\d+\.\d", table, re.M) == ["sequential", "interleaved", "eager", "ddp"]
-    assert re.findall(r"^  (\w+) +\d+\.\d ms, measured", foretold, re.M) == ["sequential", "interleaved", "eager"]
+    assert re.findall(r"^  (\w+) +\d+\.\d ms, measured", simulated, re.M) == ["sequential", "interleaved", "eager"]

@@ -13,7 +13,7 @@ from speedrun.model.config import HeadConfig
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
-# Logits are made in pieces of at most this many bytes. On a CPU: larger blocks do not stay in the allocator, and touching
+# Logits are made in pieces of at most these bytes. On a CPU: larger blocks do not stay in the allocator, and touching
 # fresh memory in every step is slow. On a GPU: the logits of a quarter of a million tokens fit nowhere.
 CPU_BYTES, GPU_BYTES = 2**23, 2**34
 MOST_PIECES = 8  # each one is compiled

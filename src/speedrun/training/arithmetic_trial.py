@@ -2,7 +2,7 @@
 
     python -m speedrun.training.arithmetic_trial TOKENS WIDTH HIDDEN VOCAB THREADS
 
-A process of its own, because some machines kill a process that uses bfloat16, and with torch alone, because it is waited for.
+A process of its own, because some machines kill what uses bfloat16, and with torch alone, because it is waited for.
 Prints the CPU seconds of the trials as JSON: {"float32": [...], "bfloat16": [...]}. CPU time, not time on the wall:
 what else the machine is doing must not decide.
 """

@@ -91,7 +91,7 @@ def choose(
 ) -> Machine:
     """Decide where and how to compute; set torch's current device and thread count before anything uses them.
 
-    Values other than 'auto' are obeyed or refused. `model` is what will be computed, on this many `tokens` at a time: not
+    Values other than 'auto' are obeyed or refused. `model` is what will be computed, on `tokens` at a time: not
     every attention kernel takes every width, and which arithmetic is faster on a CPU depends on the shapes. `memory` is
     in GB of 1e9 bytes. `deterministic` is for GPUs: a CPU is so anyway.
     """
