@@ -153,7 +153,9 @@ def test_what_a_rank_says_is_told_and_not_the_log_of_its_launcher(
 ) -> None:
     program = "import sys; sys.exit('speedrun: The disk is full.\\nE1118 failed (exitcode: 2) local_rank: 0')"
     monkeypatch.setattr(Trial, "command", [sys.executable, "-c", program])
-    assert "Run 001-A ended without a result: The disk is full. Repair" in speedrun(*words("--runs 2", held_out.path))[2]
+    assert (
+        "Run 001-A ended without a result: The disk is full. Repair" in speedrun(*words("--runs 2", held_out.path))[2]
+    )
 
 
 def test_more_processes_than_gpus_are_refused(
