@@ -85,7 +85,7 @@ def test_a_record_holds_when_every_config_class_has_a_new_field(copy: Path, reco
         file = copy / "speedrun" / name
         text = file.read_text()
         for kind in classes:
-            begin = text.index(f"class {kind}:")
+            begin = re.search(rf"class {kind}[:(]", text).start()  # type: ignore[union-attr]
             # After the last field: before the first method, or before what follows the class.
             end = begin + re.search(r"\n\n    (?=def |@)|\n\n\n", text[begin:]).start()  # type: ignore[union-attr]
             text = f'{text[:end]}\n    added_later: bool = False\n    """A new switch."""{text[end:]}'

@@ -110,7 +110,7 @@ def test_a_race_in_two_processes_stopped_killed_and_continued(
     assert [read_run(folder / "runs" / e.name).world_size for e in Plan.read(folder).entries] == [2] * 8
     code, out, err = speedrun("verify", "race", "--replay", "--steps", "5")
     assert (code, err) == (0, "")
-    assert out.count(": 2 processes trained there, one repeats it here") == 2
+    assert out.count(": 2 processes trained it, one repeats it here") == 2
     code, _, err = speedrun(*line, "--nproc", "1")
     assert code == 2
     assert "holds a race with another settings; a plan is not changed" in err
@@ -153,7 +153,9 @@ def test_what_a_rank_says_is_told_and_not_the_log_of_its_launcher(
 ) -> None:
     program = "import sys; sys.exit('speedrun: The disk is full.\\nE1118 failed (exitcode: 2) local_rank: 0')"
     monkeypatch.setattr(Trial, "command", [sys.executable, "-c", program])
-    assert "Run 001-A ended without a result: The disk is full. Mend" in speedrun(*words("--runs 2", held_out.path))[2]
+    assert (
+        "Run 001-A ended without a result: The disk is full. Repair" in speedrun(*words("--runs 2", held_out.path))[2]
+    )
 
 
 def test_more_processes_than_gpus_are_refused(

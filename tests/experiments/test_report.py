@@ -148,7 +148,7 @@ def test_a_page_stands_alone_and_says_first_what_matters(kind: str, look: Callab
     page = look(kind)
     first = {"run": "target reached", "traced": "target reached", "race": "faster", "record": "faster"}
     first |= {"ablation": "ablation", "records": "1 record", "beside": "target reached", "runs": "2 runs"}
-    assert page.locator(".lead strong").inner_text() == first[kind]
+    assert page.locator(".headline strong").inner_text() == first[kind]
     assert page.locator("h1").count() == 1
     for link in page.locator("nav a").all():
         assert page.locator(link.get_attribute("href")).count() == 1
@@ -293,9 +293,9 @@ def test_a_race_whose_files_were_changed_says_so_on_top(race_copy: Path) -> None
     changed = json.loads(result.read_text()) | {"train_time": 0.001}
     write_json(result, changed)
     html = page_of(race_copy)
-    lead = html[html.index('<div class="lead') : html.index("<nav")]
-    assert "does not hold" in lead
-    assert "002-B" in lead
+    headline = html[html.index('<div class="headline') : html.index("<nav")]
+    assert "does not hold" in headline
+    assert "002-B" in headline
 
 
 def test_an_unfinished_race_and_run_are_shown_as_such(
