@@ -71,7 +71,7 @@ def eager(plans: Sequence[BucketPlan]) -> Order:
 
     Gradients are taken to arrive in the reverse order of the buckets; after the first backward pass the table is made
     anew in the order in which they did (`Interleaved._learn_order`): the head's first, the embedding's last. Half of
-    the matrices are updated while the last tables are still being reduced, the other half while the tables are gathered.
+    the matrices are updated while the last tables are still being reduced, the other half while tables are gathered.
     A bucket of matrices is updated last: with several buckets that is the shortest wait at the end.
     """
     coming = list(reversed(plans))
