@@ -15,7 +15,7 @@ FLAGS = {
     "model.num_layers": "2",
     "model.dim": "64",
     "model.num_heads": "2",
-    "model.embed-std": "0.5",
+    "model.embeddings.std": "0.5",
     "schedule.steps": "20",
     "schedule.batch_size": "8",
     "schedule.seq_len": "64",

@@ -381,7 +381,7 @@ def test_rows_are_dealt_whole_and_as_evenly_as_they_go() -> None:
 
 
 def test_a_vocabulary_too_small_is_refused(tokens: TokenFolder, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--model\.vocab 4096"):
+    with pytest.raises(UserError, match=r"--model\.vocab-size 4096"):
         tiny_trainer(tokens, tmp_path / "run", {"model.vocab_size": 100})
 
 
