@@ -3,7 +3,7 @@
     speedrun data encode --tokenizer pocket --out my-folder books/ notes.txt chats.jsonl
 
 Text streams through: files are read piece by piece, encoded by all cores, and written as the results come in, so
-that memory does not grow with the text. What counts as a document is told in text.py.
+that memory does not grow with the text. text.py says what counts as a document.
 
 Whether a document goes to `val` depends on the hash of its text alone, so it stays there when more files are
 added, and a text that occurs twice is never on both sides.

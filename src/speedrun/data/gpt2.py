@@ -33,7 +33,7 @@ def prepare(*, notice: wheels.Notice = print) -> Path:
         try:
             good = sha256_file(path) == TOKENIZER_SHA256
         except OSError as e:
-            raise UserError(f"{path} cannot be read: {e.strerror}; fix that, or set SPEEDRUN_HOME.") from e
+            raise UserError(f"{path} cannot be read: {e.strerror}; make it readable, or set SPEEDRUN_HOME.") from e
         if good:
             return path
         notice(f"{path} is damaged; making it again")

@@ -123,7 +123,7 @@ class Loader:
         if not shards:
             raise UserError("There are no shards to load; name a folder that has some.")
         for path in shards:
-            open_shard(path)  # a damaged header is told now, not after hours of training
+            open_shard(path)  # report a damaged header now, not after hours of training
         self.shards = tuple(shards)
         self.config = config
         self.bos = bos

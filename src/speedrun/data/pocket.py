@@ -74,7 +74,7 @@ POCKET_FILES = {
 
 DOCUMENT_CHARACTERS = 2000
 PARAGRAPH_CHARACTERS = 4000
-HELD_OUT = 16  # one document in this many is val, and as many are shadow
+HELD_OUT = 16  # one document in 16 is val, and one is shadow
 SHUFFLE_SEED = 1
 
 

@@ -1,4 +1,4 @@
-"""Files of your own become documents.
+"""Text files become documents.
 
 A plain text file is a document, and one that is larger than 16,384 characters is cut at blank lines into
 documents of about that size, so that even a single big file has documents to hold out, and memory stays constant.

@@ -52,7 +52,7 @@ def _download(wheels: Wheels, into: Path, what: str, again: str) -> None:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
     except OSError as e:
         raise UserError(
-            f"{sys.executable} cannot be started, so pip cannot either: {e.strerror}; repair this Python."
+            f"{sys.executable} cannot be started, so pip cannot either: {e.strerror}; repair this Python installation."
         ) from e
     if "No module named pip" in done.stderr:
         raise UserError(f"{sys.executable} has no pip, which fetches {what}; run `python -m ensurepip`.")

@@ -127,23 +127,24 @@ def reason(name: Backend, device: torch.device, lacks: dict[str, str]) -> str:
 
 
 class Documents(NamedTuple):
-    """Which positions belong together: attention stays inside a document. A row begins a document."""
+    """Which positions belong together: attention stays inside a document. A sequence begins a document."""
 
     ids_BT: Tensor
-    """The number of each position's document; numbers rise along a row."""
+    """The number of each position's document; numbers rise along a sequence."""
     cu_seqlens: Tensor | None = None
-    """int32: where documents begin in the rows laid end to end, then where the last one ends, once or several times.
+    """int32: where documents begin in the sequences laid end to end, then where the last one ends, once or several
+    times.
 
     Some backends ask for it (`takes_cu_seqlens`). None: it is counted, which a compiled graph cannot do."""
     max_seqlen: int | None = None
-    """No document has more tokens; None: a row's."""
+    """No document has more tokens; None: a sequence's."""
 
 
 class AttentionMask(NamedTuple):
     """Which keys a query may look at, in one forward pass: made once, and shared by all layers."""
 
     backend: Backend
-    masks: dict[int | Tensor | None, Tensor | None]  # by window; None: plainly causal
+    masks: dict[int | Tensor | None, Tensor | None]  # by window; None: causal
     cu_seqlens: Tensor | None = None  # of the documents, in place of masks
     max_seqlen: int = 0  # no document has more tokens
 
@@ -156,7 +157,7 @@ def attention_mask(
     windows: Iterable[int | Tensor | None],
     documents: Documents | None = None,
 ) -> AttentionMask:
-    """Without `documents` every row is one."""
+    """Without `documents` every sequence is one."""
     if takes_cu_seqlens(backend):
         if documents is None:
             return AttentionMask(backend, {}, row_cu_seqlens(B, T, device), T)
@@ -167,7 +168,7 @@ def attention_mask(
 
 
 def plain_mask(T: int, device: torch.device, doc_ids_BT: Tensor | None, window: int | Tensor | None) -> Tensor | None:
-    """For SDPA: bool, by blocks where the window is short; None is plainly causal."""
+    """For SDPA: bool, by blocks where the window is short; None is causal."""
     if isinstance(window, int) and local(T, window):
         return local_mask(T, device, doc_ids_BT, window)
     if doc_ids_BT is not None:
@@ -210,7 +211,7 @@ def attend(
     backend: Backend = "sdpa",
     shared: AttentionMask | None = None,
 ) -> Tensor:
-    """Causal attention over heads, (B, T, H, K). Document numbers rise along a row.
+    """Causal attention over heads, (B, T, H, K). Document numbers rise along a sequence.
 
     A window that is a tensor is one that compiled code does not depend on; only SDPA takes it.
     `shared` is what other layers use, too; it takes the place of `doc_ids_BT` and `backend`.

@@ -1,7 +1,8 @@
 """A transformer block: attention and MLP, each added to the residual stream, and the small functions that layers share.
 
-"modded-nanogpt" in a comment is https://github.com/KellerJordan/modded-nanogpt, whose records introduced the technique
-in this form. Shapes: B rows, T positions, D width, H heads, K head width, G gate inputs.
+"PR 117" in a comment is https://github.com/KellerJordan/modded-nanogpt/pull/117, and "record 20" the 20th in the table
+of that repository's README; both are followed by the GitHub name of their author. Shapes: B sequences, T positions, D
+width, H heads, K head width, G gate inputs.
 """
 
 import math
@@ -103,26 +104,32 @@ class Attention(nn.Module):
     def forward(self, x_BTD: Tensor, value_BTD: Tensor | None, args: AttentionArgs) -> Tensor:
         B, T, D = x_BTD.shape
         c = self.config
-        # Muon's updates have a fixed size; two learned numbers let a layer's output be large or small.
+        # Muon's updates have a fixed size; two learned numbers let a layer's output be large or small (PR 166,
+        # roeeshenberg, and PR 168, ChrisJMcCormick).
         scales = self.lambdas if c.attention.lambdas else (None, None)
         qkv = self.qkv(x_BTD, scales[0])
         q, k, v = qkv.view(B, T, 3, c.num_heads, c.head_dim).unbind(2)  # each (B, T, H, K)
-        if c.attention.qk_norm:  # bounded scores allow a high learning rate (arXiv:2010.04245)
+        # Bounded scores allow a high learning rate (Henry et al., https://arxiv.org/abs/2010.04245).
+        if c.attention.qk_norm:
             q, k = norm(q, c.norm_eps), norm(k, c.norm_eps)
-        # Scores depend on the distance of two tokens (arXiv:2104.09864), stretched by YaRN (arXiv:2309.00071).
+        # Scores depend on the distance of two tokens: see rotary.py.
         q, k = rotate(q, args.cos, args.sin), rotate(k, args.cos, args.sin)
         v = self.mix_values(v, x_BTD, value_BTD)
         if c.attention.key_offset and self.long:
             k = self.partial_key_offset(k, args.follows_BT)
-        # Most layers look back only a short window: nearby tokens matter most, and the cost falls with the window.
+        # Most layers look back only a short window: nearby tokens matter most, and the cost falls with the window
+        # (Gemma 2, https://arxiv.org/abs/2408.00118; record 20, leloykun and others).
         window = None if args.windows is None else (args.windows.long if self.long else args.windows.short)
         y = attend(q, k, v, window=window, scale=args.scale, shared=args.mask)
-        if c.attention.gates:  # softmax weights sum to 1; a gate lets a head add nothing (arXiv:2505.06708)
+        # Softmax weights sum to 1; a gate lets a head add nothing (Qiu et al., https://arxiv.org/abs/2505.06708; read
+        # from few channels: PR 117, classiclarryd).
+        if c.attention.gates:
             y = y * gate(x_BTD, self.gate)[..., None]
         return self.out(y.reshape(B, T, D), scales[1])
 
     def mix_values(self, v_BTHK: Tensor, x_BTD: Tensor, value_BTD: Tensor | None) -> Tensor:
-        """Add the value embeddings of the tokens: many parameters, hardly any arithmetic (modded-nanogpt)."""
+        """Add the value embeddings of the tokens: many parameters, hardly any arithmetic (record 14, KoszarskyB; gates:
+        PR 186, classiclarryd)."""
         c = self.config
         if c.attention.value_norm:
             v_BTHK = norm(v_BTHK, c.norm_eps)
@@ -136,7 +143,7 @@ class Attention(nn.Module):
         return v_BTHK + (self.value_lambdas[1] * extra if c.embeddings.value_lambdas else extra)
 
     def partial_key_offset(self, k_BTHK: Tensor, follows_BT: Tensor | None) -> Tensor:
-        """The channels that do not rotate get the key of the previous token (modded-nanogpt).
+        """The channels that do not rotate get the key of the previous token (PR 169, classiclarryd).
 
         A query that matches a token then finds the token after it: induction in one layer instead of two.
         """
@@ -157,7 +164,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)
-        # The square of ReLU is cheaper than GELU, and learns a little better (Primer, arXiv:2109.08668).
+        # The square of ReLU is cheaper than GELU, and learns a little better (Primer, So et al.,
+        # https://arxiv.org/abs/2109.08668).
         return self.down(F.gelu(h) if self.activation == "gelu" else F.relu(h).square())
 
 
@@ -165,7 +173,8 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
         c = self.config = config
-        # A layer in which attention or MLP gains less than its time costs does without it (modded-nanogpt).
+        # A layer in which attention or MLP gains less than its time costs does without it (PR 120, EmelyanenkoK;
+        # PR 131, classiclarryd).
         self.has_attention, self.has_mlp = layer not in c.no_attention, layer not in c.no_mlp
         if self.has_attention:
             self.attention = Attention(c, layer)

@@ -1,10 +1,11 @@
 """The GPT. Every technique that a recipe may choose is a field of `GPTConfig`; a switch that is off costs nothing.
 
-`GPT.features` and `Block.forward` (block.py) list the techniques in the order in which they act. "modded-nanogpt" in a
-comment is https://github.com/KellerJordan/modded-nanogpt, whose records introduced the technique in this form.
-What may change during a run is an argument of `forward`: windows, weights of the predicted tokens, tied or split.
+`GPT.features` and `Block.forward` (block.py) list the techniques in the order in which they act. "PR 130" in a comment
+is https://github.com/KellerJordan/modded-nanogpt/pull/130, and "record 14" the 14th in the table of that repository's
+README; both are followed by the GitHub name of their author.
+What may change during a run is an argument of `forward`: windows, weights of the predicted tokens, tied or untied.
 
-Shapes: B rows, T positions, D width, H heads, K head width, V vocabulary, N = B * T, G gate inputs, L layers.
+Shapes: B sequences, T positions, D width, H heads, K head width, V vocabulary, N = B * T, G gate inputs, L layers.
 """
 
 import math
@@ -49,7 +50,7 @@ MATRICES: tuple[Role, ...] = ("attention_qkv", "attention_out", "mlp_up", "mlp_d
 """Matrices inside the blocks: what Muon can train, and what may be stored in bfloat16."""
 TABLES: tuple[Role, ...] = ("embed", "embed2", "values", "head")
 """Matrices with a row for each token of the vocabulary."""
-BIGRAM_SIGNS = 8192  # rows of random signs; 500 to 15,000 are all alike
+BIGRAM_SIGNS = 8192  # rows of random signs; 500 to 15,000 make no difference (PR 299)
 COUNTED_AS: dict[Role, str] = {
     "embed": "embedding", "embed2": "embedding", "head": "head", "values": "value embeddings",
     "bigram": "bigram embeddings",
@@ -62,7 +63,7 @@ class GPT(nn.Module):
     """Token ids in, summed next-token loss out. `logits` is for sampling."""
 
     def __init__(self, config: GPTConfig, context: int, backend: Backend = "sdpa") -> None:
-        """`context`: the longest row this model will see; sizes the position tables. `backend` computes attention."""
+        """`context`: the longest sequence; sizes the position tables. `backend` computes attention."""
         super().__init__()
         c = self.config = config
         self.context, self.backend = context, backend
@@ -158,7 +159,7 @@ class GPT(nn.Module):
     def untie_head(self) -> None:
         """From now on the head is a table of its own, starting as a copy of the shared one.
 
-        While they are one, both ends are learned faster; later each does better on its own.
+        While they are one, both ends are learned faster; later each does better on its own (PR 175 and 178, varunneal).
         """
         assert self.head is not None
         with torch.no_grad():
@@ -177,7 +178,8 @@ class GPT(nn.Module):
     def head_weight(self, tied: bool) -> Tensor:
         """The table that makes the logits.
 
-        One table for embedding and head is half the memory, and each learns from the other (arXiv:1608.05859).
+        One table for embedding and head is half the memory, and each learns from the other (Press and Wolf,
+        https://arxiv.org/abs/1608.05859).
         """
         return self.embed if self.head is None or (tied and self.config.head.tied) else self.head
 
@@ -193,16 +195,16 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Sum of the losses of all counted targets (-1 = not counted).
 
-        Attention stays inside a document; None: every row is one. What follows changes with the stage of a run:
+        Attention stays inside a document; None: every sequence is one. What follows changes with the stage of a run:
         `mtp_weights_M` weighs the losses of the next, the second next... token (None: the next one alone); `tied` is
-        False from the split on.
+        False once the head is untied.
         """
         x_BTD = self.features(ids_BT, documents, windows)
-        # Predicting several tokens ahead gives early training more to learn from each position (arXiv:2404.19737).
+        # Predicting several tokens ahead gives early training more to learn from each position (Gloeckle et al.,
+        # https://arxiv.org/abs/2404.19737; from one head, with falling weights: PR 178, varunneal).
         ahead = 1 if mtp_weights_M is None else len(mtp_weights_M)
         doc_ids_BT = None if documents is None or self.config.across_documents else documents.ids_BT
         targets_MN = targets_ahead(targets_BT, ahead, doc_ids_BT)
-        # Logits are bounded by a soft cap (Gemma 2, arXiv:2408.00118), and may be computed in 8-bit floats.
         weight = self.head_weight(tied)
         return loss_sum(
             x_BTD.flatten(0, 1), weight, targets_MN, mtp_weights_M, self.config.head, training=torch.is_grad_enabled()
@@ -220,15 +222,17 @@ class GPT(nn.Module):
         mask = attention_mask(self.backend, B, T, device, windows or (None,), documents)
         args = self.attention_args(T, mask, documents, windows)
         x = lookup(self.embed, ids_BT)
-        # Value embeddings: token tables that some layers add to their values (modded-nanogpt).
+        # Value embeddings: token tables that some layers add to their values (record 14, KoszarskyB; after Zhou et al.,
+        # https://arxiv.org/abs/2410.17897).
         values = [lookup(table, ids_BT) for table in self.value_embeds]
         if c.embeddings.smear:
-            # Add a gated share of the previous token's embedding: pairs of tokens without attention (modded-nanogpt).
+            # Add a gated share of the previous token's embedding: pairs of tokens without attention (PR 130,
+            # classiclarryd).
             x = x + self.smear_lambda * gate(x, self.smear_gate) * previous_token(x, args.follows_BT)
         if c.embeddings.norm:  # frequent and rare tokens enter with the same size
             x = norm(x, c.norm_eps)
         x0 = [x]
-        if c.embeddings.second:  # what later layers need to know of a token may differ from what the first needs
+        if c.embeddings.second:  # later layers may need to know something else of a token (PR 124, snimu)
             x0.append(norm(lookup(self.embed2, ids_BT), c.norm_eps))
         pairs = self.bigrams(ids_BT, args.follows_BT) if c.embeddings.bigram_vocab_size else None
         tables, backout = dict(c.embeddings.value_layers), c.residual.backout
@@ -237,11 +241,12 @@ class GPT(nn.Module):
         for layer, block in enumerate(self.blocks):
             for n, (source, target) in enumerate(c.residual.skips):
                 if target == layer:
-                    # An early output, and the gradient on its way back, skips the layers between (modded-nanogpt).
+                    # An early output, and the gradient on its way back, skips the layers between (record 11,
+                    # brendanh0gan; refined and gated in PR 159 and 186, classiclarryd).
                     x = x + self.skip_weight(n, x0[0]) * outputs[source]
             if c.residual.lambdas:  # the stream may grow or fade with depth
                 x = self.residual_lambdas[layer] * x
-            if c.residual.x0_lambdas:  # late layers still see which token it is (modded-nanogpt)
+            if c.residual.x0_lambdas:  # late layers still see which token it is (record 9, Grad62304977)
                 for n, embedding in enumerate(x0):
                     x = x + self.x0_lambdas[layer, n] * embedding
             if pairs is not None:  # what follows a pair of tokens need not be computed from each of them
@@ -269,8 +274,7 @@ class GPT(nn.Module):
         """(B, T, D): the row of each token and the one before it, by a hash. A token without one has the last row.
 
         Pairs that share a row see it through different signs, so that what one learns is noise of mean zero to the
-        other. modded-nanogpt, https://github.com/KellerJordan/modded-nanogpt/pull/201 (the hash, which agrees with its
-        32-bit one for less than 59,138 tokens) and https://github.com/KellerJordan/modded-nanogpt/pull/299 (the signs).
+        other. PR 201 (the hash, which agrees with its 32-bit one for less than 59,138 tokens) and PR 299 (the signs).
         """
         if follows_BT is None:
             follows_BT = (torch.arange(ids_BT.shape[1], device=ids_BT.device) > 0).expand_as(ids_BT)
@@ -291,7 +295,7 @@ class GPT(nn.Module):
         return weight
 
     def backout(self, x: Tensor, output: Tensor) -> Tensor:
-        """The final norm, with the output of a middle layer subtracted or mixed in (modded-nanogpt)."""
+        """The final norm, with the output of a middle layer subtracted or mixed in (PR 140, classiclarryd)."""
         eps = self.config.norm_eps
         if self.config.residual.backout_form == "subtract":
             # What a middle layer wrote for the layers after it is not what the head should read.

@@ -1,6 +1,6 @@
 """The output head: bounded logits, losses of the next tokens, and a matrix product in 8-bit floats.
 
-Shapes: B rows, T positions, N = B * T, D width, V vocabulary, M predicted tokens.
+Shapes: B sequences, T positions, N = B * T, D width, V vocabulary, M predicted tokens.
 """
 
 from typing import Any
@@ -13,8 +13,8 @@ from speedrun.model.config import HeadConfig
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
-# Logits are made in pieces of at most these bytes. On a CPU: larger blocks do not stay in the allocator, and touching
-# fresh memory in every step is slow. On a GPU: the logits of a quarter of a million tokens fit nowhere.
+# Logits are made in pieces of at most this many bytes. On a CPU: larger blocks do not stay in the allocator, and
+# touching fresh memory in every step is slow. On a GPU: the logits of a quarter of a million tokens fit nowhere.
 CPU_BYTES, GPU_BYTES = 2**23, 2**34
 MOST_PIECES = 8  # each one is compiled
 SAFE_LIMIT = 80.0  # exp of what a soft cap keeps below this, summed over any vocabulary, is finite in float32
@@ -24,7 +24,10 @@ WITHOUT_FP8 = ("mps",)  # devices on which torch has no 8-bit floats at all
 def softcap(z: Tensor, config: HeadConfig) -> Tensor:
     """Logits kept within bounds, in the form the config names.
 
-    With bounds no token can become so unlikely that its one appearance ruins a step.
+    With bounds no token can become so unlikely that its one appearance ruins a step. tanh: Gemma 2,
+    https://arxiv.org/abs/2408.00118; the others are of https://github.com/KellerJordan/modded-nanogpt: sigmoid with a
+    shift of 5 and a temperature of 7.5 is its pull request 181 (classiclarryd), isru the 7th record of its medium track
+    (YouJiacheng).
     """
     c = config.softcap_limit
     if config.softcap == "tanh":
@@ -53,7 +56,8 @@ def log_total(logits: Tensor, config: HeadConfig) -> Tensor:
 
 
 def targets_ahead(targets_BT: Tensor, count: int, doc_ids_BT: Tensor | None = None) -> Tensor:
-    """(count, N): for each position the next, the second next... target; -1 beyond the row or in another document."""
+    """(count, N): for each position the next, the second next... target; -1 beyond the sequence or in another
+    document."""
     found = [targets_BT]
     for k in range(1, count):
         target = F.pad(targets_BT[:, k:], (0, k), value=-1)
@@ -205,5 +209,9 @@ fp8_product.register_autograd(_backward, setup_context=_remember)
 
 
 def fp8_linear(x_ND: Tensor, w_VD: Tensor, x_scale: float, w_scale: float, g_scale: float) -> Tensor:
-    """x W^T, forward and backward in 8-bit floats; the result is bfloat16."""
+    """x W^T, forward and backward in 8-bit floats; the result is bfloat16.
+
+    The 19th record of https://github.com/KellerJordan/modded-nanogpt (YouJiacheng). The formats are those of
+    Micikevicius et al., https://arxiv.org/abs/2209.05433: E4M3 for weights and activations, E5M2 for gradients.
+    """
     return fp8_product(x_ND, w_VD, x_scale, w_scale, g_scale)[0]

@@ -1,4 +1,8 @@
-"""Rotary positions, and how they stretch when the window grows.
+"""Rotary positions (RoPE), and YaRN, which stretches them when the window grows.
+
+RoPE: Su et al., https://arxiv.org/abs/2104.09864. YaRN: Peng et al., https://arxiv.org/abs/2309.00071; applied in the
+course of training: https://github.com/KellerJordan/modded-nanogpt/pull/122 (classiclarryd). The `half` form is that
+of the same repository.
 
 Channel c of a head is paired with channel c + K/2 and turned by position * frequency, so that the product of a query
 and a key depends on their distance; the pair (x1, x2) becomes (x1 cos + x2 sin, x2 cos - x1 sin). In the `half` form

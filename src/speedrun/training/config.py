@@ -65,7 +65,7 @@ class Recipe:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     """When and how the validation loss is measured."""
     compiler: CompilerConfig = field(default_factory=CompilerConfig)
-    """What torch.compile is told beside the model."""
+    """Options of torch.compile."""
 
     @property
     def validation_max_doc_len(self) -> int | None:
@@ -123,7 +123,7 @@ class PublishedCurve:
     machine: str = "8xH100"
 
     def at(self, done: int) -> float | None:
-        """The loss after this many steps, if the record measured it there."""
+        """The loss after `done` steps, if the record measured it there."""
         return dict(self.losses).get(done)
 
     def __str__(self) -> str:

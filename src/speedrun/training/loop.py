@@ -62,7 +62,7 @@ class Loop:
         return Loader(shards, self.recipe.loader, bos=tokens.bos, vocab_size=vocab_size, seed=seed, notice=notice)
 
     def check_data(self) -> None:
-        """Make one batch of each shape: what is wrong with the data is told before minutes of compiling, not after."""
+        """Make one batch of each shape: report what is wrong with the data before compiling, not after."""
         for rows, length in self.recipe.schedule.shapes():
             self.loader(notice=lambda _: None).next(rows, length)
         for split in self.options.splits:

@@ -3,8 +3,9 @@
 `ScheduleConfig.at(step)` yields a frozen `Stage`. The loop obeys it and knows nothing of how it came about, so a
 resumed run needs no schedule state: the step number is enough.
 
-A run has `steps` scheduled steps and `extension` more, which go on as the last one ended: lowest learning rate, last
-batch, the extension's window. A *ramp* (batch_ramp, lr_ramp, window_ramp) divides the scheduled steps into equal slots.
+A run has `steps` scheduled steps and `extra_steps` more, which go on as the last one ended: lowest learning rate, last
+batch, the window of the extra steps. A *ramp* (batch_ramp, lr_ramp, window_ramp) divides the scheduled steps into equal
+slots.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ Ramp = Annotated[tuple[T, ...], Meta(min_length=1)]
 
 @dataclass(frozen=True)
 class Stage:
-    """One step's orders."""
+    """What one step does."""
 
     step: int
     lr: float
@@ -37,7 +38,7 @@ class Stage:
     momentum: float | None = None
     """Muon's momentum; None leaves it as the recipe has it."""
     windows: Windows | None = None
-    """How far back attention looks; None: over the whole row."""
+    """How far back attention looks; None: over the whole sequence."""
     window_history: tuple[int, ...] = ()
     """The long windows up to now that rotary positions follow, in order."""
     mtp_weights: tuple[float, ...] = (1.0,)
@@ -214,13 +215,13 @@ class ScheduleConfig:
         return list(seen.values())
 
     def shapes(self) -> list[tuple[int, int]]:
-        """Every distinct (rows, length)."""
+        """Every distinct (batch_size, seq_len)."""
         return list(dict.fromkeys((self._batch_size(s), self.seq_len) for s in range(self.total)))
 
     # ------------------------------------------------------------------ one number each
 
     def _slot(self, step: int, slots: int) -> int:
-        """Which of `slots` equal parts of the scheduled steps a step is in; the extension is in the last."""
+        """Which of `slots` equal parts of the scheduled steps a step is in; the extra steps are in the last."""
         return min(slots - 1, slots * step // self.steps)
 
     def _batch_size(self, step: int) -> int:
@@ -228,7 +229,7 @@ class ScheduleConfig:
         return self.batch_ramp[self._slot(step, len(self.batch_ramp))] if self.batch_ramp else self.batch_size
 
     def _lr(self, step: int) -> float:
-        """A trapezoid: up over the warm-up, flat, down to the floor, which the extension keeps."""
+        """A trapezoid: up over the warm-up, flat, down to the floor, which the extra steps keep."""
         rise, fall = round(self.warmup * self.steps), self.cooldown * self.steps
         if step >= self.steps:
             return self.min_lr_ratio if self.cooldown else self._peak(step)
