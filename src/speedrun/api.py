@@ -19,7 +19,7 @@ from rich.console import Console
 
 from speedrun.checks import check_options
 from speedrun.data import Tokenizer
-from speedrun.errors import UserError, nearest, similar
+from speedrun.errors import UserError, nearest, plural, similar
 from speedrun.model import GPT
 from speedrun.recipes import DEFAULT, default_for, get_curve, get_recipe
 from speedrun.sample import load_model, sample_text
@@ -216,7 +216,7 @@ def make_options(
     if compile is None:
         compile = runs.worth_compiling(recipe, machine)
         if not compile:
-            steps = f"{recipe.schedule.total} step{'s' * (recipe.schedule.total != 1)}"
+            steps = plural(recipe.schedule.total, "step")
             notice(f"torch.compile is not used: {steps} are sooner done without it; --compile uses it")
     made = Options(**{**options, "compile": compile, "checkpoint_every": checkpoint_every})
     check_options(made)

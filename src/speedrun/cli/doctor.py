@@ -54,8 +54,10 @@ class Doctor:
 def main(args: Sequence[str]) -> int:
     given: Doctor = parse(Doctor, "doctor", args, about="What this machine will use and why; what is missing.")
     recipe = get_recipe(given.recipe, given.track) if given.gpu_report else get_recipe(DEFAULT, "pocket")
-    if given.nproc != 1 and not given.gpu_report:
-        raise UserError(f"--nproc {given.nproc} goes with --gpu-report; drop it.")
+    for name in () if given.gpu_report else ("recipe", "track", "steps", "nproc", "compile", "out"):
+        if (value := getattr(given, name)) != getattr(Doctor, name):
+            flag = "--no-compile" if name == "compile" else f"--{name} {value}"
+            raise UserError(f"{flag} goes with --gpu-report; drop it.")
     if given.gpu_report and given.machine.device == "auto" and not torch.cuda.is_available():
         raise UserError(
             "--gpu-report is for a machine with a GPU, and torch sees none here; --device cpu --track pocket tries it "

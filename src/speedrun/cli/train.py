@@ -13,8 +13,8 @@ from speedrun.api import make_options, with_steps
 from speedrun.arguments import Settings
 from speedrun.checks import Count, Positive
 from speedrun.cli.common import MachineOptions, TargetArgs, flat, grid, option, parse, say, unset, with_value
-from speedrun.data import LoaderConfig
-from speedrun.errors import UserError
+from speedrun.data import LoaderConfig, Tokenizer
+from speedrun.errors import UserError, plural
 from speedrun.experiments import arithmetic_for, has_ended
 from speedrun.model import GPTConfig
 from speedrun.recipes import DEFAULT, default_for, get_curve, get_recipe, track_of
@@ -36,6 +36,7 @@ from speedrun.training import (
     is_first,
     launch,
     may_restart,
+    memory_of,
     ranks,
     read_run,
     restarted,
@@ -142,6 +143,8 @@ class Train:
 def main(args: Sequence[str]) -> int:
     args = with_value(args, "trace", "20")
     resume = option(args, "resume")
+    if resume == "":
+        raise UserError("--resume is empty, perhaps an unset variable; name a run folder, or auto, or drop it.")
     folder = Path(resume) if resume and resume != "auto" else None
     if folder:
         base, default = Train.from_run(folder)
@@ -212,6 +215,8 @@ def train(given: Train, recipe: Recipe, track: Track, curve: PublishedCurve | No
     options = make_options(recipe, track, machine, **{**vars(given.options), **decided}, notice=notice)
     if given.dry_run:
         return dry_run(given, recipe, track, machine, options)
+    if given.sample and given.options.save:
+        check_tokenizer(where, track)
     if where is not None:
         outcome = run.resume(where, recipe, track, machine, options)
     else:
@@ -219,6 +224,18 @@ def train(given: Train, recipe: Recipe, track: Track, curve: PublishedCurve | No
     if not is_first():
         return 0 if outcome.result.status == "ok" else 1
     return summarize(outcome, given, machine)
+
+
+def check_tokenizer(where: Path | None, track: Track) -> None:
+    """Refuse a tokenizer that cannot write the sample, before the run and not at its end."""
+    theirs = track.locate().tokenizer_path
+    kept = theirs if where is None else where / "tokenizer.json"
+    path = kept if kept.exists() else theirs
+    if path.exists():
+        try:
+            _ = Tokenizer.load(path).bos
+        except UserError as e:
+            raise UserError(f"{e} Restore {path}, or pass --sample False.") from e
 
 
 def folder_to_resume(given: Train, recipe: Recipe, track: Track) -> Path | None:
@@ -265,10 +282,10 @@ def summarize(outcome: run.Outcome, given: Train, machine: Machine) -> int:
         verdict = "reached" if outcome.reached else "NOT reached"
         say(f"\ntarget       {target:g} {verdict}: validation loss {loss:.4f}")
     else:
-        part = f"the first {given.val_tokens:,} tokens of " if given.val_tokens else ""
+        part = f"the first {plural(given.val_tokens, 'token')} of " if given.val_tokens else ""
         say(f"\nloss         {loss:.4f} on {part}the validation split (no target)")
     timed = "" if result.timed else " (resumed, so not a time that counts)"
-    say(f"trained      {result.train_time:.1f} s on the clock{timed}, {result.steps:,} steps")
+    say(f"trained      {result.train_time:.1f} s on the clock{timed}, {plural(result.steps, 'step')}")
     say(f"tokens       {result.tokens:,}, {result.tokens_per_second:,.0f} per second")
     say(f"peak memory  {', '.join(f'{v:,.0f} MiB {k}' for k, v in result.peak_memory.items())}")
     if given.sample and given.options.save and (outcome.folder / "tokenizer.json").exists():
@@ -286,8 +303,8 @@ def dry_run(given: Train, recipe: Recipe, track: Track, machine: Machine, option
     say(f"{recipe.name} at {recipe.track} size: {found.count / 1e6:.2f} M parameters, nothing is trained\n")
     grid(found.parameters)
     if recipe.optim.snoo.k:
-        say(f"Snoo around all of them, every {recipe.optim.snoo.k} steps; the state holds its copies.")
-    say(f"\n{recipe.schedule.tokens:,} training tokens in {recipe.schedule.total:,} steps")
+        say(f"Snoo around all of them, every {plural(recipe.optim.snoo.k, 'step')}; the state holds its copies.")
+    say(f"\n{plural(recipe.schedule.tokens, 'training token')} in {plural(recipe.schedule.total, 'step')}")
     grid(found.stages)
     say("\nmemory" + (f" of each of {given.nproc} processes" if given.nproc > 1 else ""))
     grid(dryrun.memory_table(found.memory))
@@ -295,6 +312,12 @@ def dry_run(given: Train, recipe: Recipe, track: Track, machine: Machine, option
     if found.problems:
         raise UserError("This run does not fit: " + " ".join(found.problems))
     if found.memory.measured is None:
+        compiled = dataclasses.replace(options, compile=True)
+        if memory_of(recipe, machine, compiled, given.nproc).measured:
+            raise UserError(
+                "It is not known whether this run fits: only compiled passes were measured on "
+                f"{machine.device_reason}; drop --no-compile."
+            )
         raise UserError(
             f"It is not known whether this run fits: what a row of this recipe needs on {machine.device_reason} was "
             "not measured; the table has the native recipes as they are. Repeat this on such a machine."

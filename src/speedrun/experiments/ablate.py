@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 
 from speedrun.checks import AboveZero, Count, NotNegative, Positive
-from speedrun.errors import UserError, nearest
+from speedrun.errors import UserError, nearest, plural
 from speedrun.experiments.race import change_recipe
 from speedrun.experiments.statistics import Effect, effect, holm
 from speedrun.experiments.trial import (
@@ -318,7 +318,7 @@ def ablation_table(lines: list[Line]) -> list[tuple[str, ...]]:
     for line in lines:
         name = line.name if line.name != SHORTER else f"a tenth of the steps less ({SHORTER})"
         if line.loss is None or line.seconds is None:
-            rows.append((name, "0", f"{line.failed} runs failed", "", "", "", "", ""))
+            rows.append((name, "0", f"{plural(line.failed, 'run')} failed", "", "", "", "", ""))
             continue
         e, t = line.loss, line.to_target
         note = f" ({line.failed} failed)" if line.failed else ""

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from speedrun.checks import AboveZero, NotNegative, Positive
-from speedrun.errors import UserError, nearest
+from speedrun.errors import UserError, nearest, plural
 from speedrun.experiments.trial import (
     ROWS,
     ChildProcesses,
@@ -392,7 +392,7 @@ def report(runner: SweepRunner, console: Console) -> None:
         console.print(f"the best of them:\n  {shlex.join(['speedrun', 'train', *trial.flags])}")
     console.print(f"effort so far, all sweeps in {runner.args.out.parent}:")
     for name, (trials, minutes) in effort(runner.args.out.parent).items():
-        console.print(f"  {name}: {trials} trials, {minutes:.1f} minutes")
+        console.print(f"  {name}: {plural(trials, 'trial')}, {minutes:.1f} minutes")
 
 
 def grouped(rows: list[dict[str, Any]]) -> Iterator[tuple[float, list[dict[str, Any]]]]:

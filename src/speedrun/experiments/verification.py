@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from speedrun.errors import UserError
+from speedrun.errors import UserError, plural
 from speedrun.experiments import plan as plans
 from speedrun.experiments.plan import PLAN, Entry, Plan
 from speedrun.experiments.statistics import ALPHA
@@ -155,7 +155,7 @@ def _measured(run: Run, plan: Plan, recipe: Recipe) -> Iterator[str]:
     train, val, schedule = run.lines("train"), run.lines("val"), recipe.schedule
     total = schedule.total if run.ok else len(train)
     if [m["step"] for m in train] != list(range(total)) or total > schedule.total:
-        yield f"metrics.jsonl has {len(train)} steps, and not each of {schedule.total} once and in order"
+        yield f"metrics.jsonl has {plural(len(train), 'step')}, and not each of {schedule.total} once and in order"
         return
     odd = next((m for m in train if m["lr"] != schedule.at(m["step"]).lr), None)
     if odd:
@@ -201,7 +201,7 @@ def _ended(run: Run, plan: Plan, recipe: Recipe) -> Iterator[str]:
     """result.json against what was measured on the way."""
     result, train, val = run.result, run.lines("train"), run.lines("val")
     if result.steps != recipe.schedule.total:
-        yield f"result.json has {result.steps} steps, the recipe {recipe.schedule.total}"
+        yield f"result.json has {plural(result.steps, 'step')}, the recipe {recipe.schedule.total}"
     tokens = sum(recipe.schedule.at(step).tokens for step in range(len(train)))
     if result.tokens != tokens:
         yield f"result.json has {result.tokens} tokens, the recipe's steps have {tokens}"

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from speedrun.errors import UserError
+from speedrun.errors import UserError, plural
 from speedrun.experiments import MANIFEST, PLAN, ROWS, ablate, read_rows, records
 from speedrun.files import read_json, write_atomic
 from speedrun.report import page
@@ -115,11 +115,11 @@ def run_headline(about: RunInfo, result: Result | None, curve: Curve) -> Headlin
     target = about.target
     if result is None:
         done = (curve.train or curve.val)[-1][0]
-        return Headline("unfinished", f"The run has done {done:,} steps and has not ended.", OPEN)
+        return Headline("unfinished", f"The run has done {plural(done, 'step')} and has not ended.", OPEN)
     if result.val_loss is None:  # it failed, or was stopped
         return Headline(result.status, f"{result.reason}.", BAD if result.status == "failed" else OPEN)
     loss = f"Validation loss {result.val_loss:.4f} after {result.train_time:.1f} s on the clock, "
-    loss += f"{result.steps:,} steps and {result.tokens:,} tokens"
+    loss += f"{plural(result.steps, 'step')} and {plural(result.tokens, 'token')}"
     if target is None:
         return Headline("done", f"{loss}.", GOOD)
     reached = result.val_loss <= target
@@ -160,7 +160,7 @@ def ablation_page(folder: Path) -> str:
     lines = ablate.lines_of(rows, about.variants)
     title = f"{about.args.recipe} without each of its switches"
     sure = [line.name for line in lines if line.p is not None and line.p < 0.05]
-    words = f"{len(rows)} runs of {len(about.variants)} variants, {about.base.schedule.steps} scheduled "
+    words = f"{plural(len(rows), 'run')} of {len(about.variants)} variants, {about.base.schedule.steps} scheduled "
     words += (
         f"steps each, on the {about.args.track} track. Beyond doubt (p < 0.05, Holm): {', '.join(sure) or 'nothing'}."
     )

@@ -5,6 +5,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from speedrun.errors import plural
 from speedrun.experiments import (
     MANIFEST,
     RUNS,
@@ -152,7 +153,7 @@ def final_losses(plan: Plan, rows: list[RunSummary]) -> Section | None:
     for field, words in (("loss", "validation loss"), ("shadow", "loss on the shadow split")):
         groups = [(plan.labels[s], *side_look(s), good(rows, s, field)) for s in plan.recipes if good(rows, s, field)]
         if groups:
-            means = (f"{name} {statistics.mean(values):.4f} over {len(values)} runs" for name, *_, values in groups)
+            means = (f"{name} {statistics.mean(v):.4f} over {plural(len(v), 'run')}" for name, *_, v in groups)
             target = plan.target if field == "loss" else None
             drawn = strips(f"Final {words}: {'; '.join(means)}.", groups, words, target)
             pictures.append((drawn, f"{words}: every run, mean, 95 % interval"))
