@@ -72,14 +72,7 @@ def pick(logits_V: torch.Tensor, temperature: float, top_k: int | None, generato
 
 
 def sample_text(
-    model: GPT,
-    tokenizer: Tokenizer,
-    prompt: str,
-    *,
-    tokens: int,
-    temperature: float,
-    top_k: int | None,
-    seed: int,
+    model: GPT, tokenizer: Tokenizer, prompt: str, *, tokens: int, temperature: float, top_k: int | None, seed: int
 ) -> str:
     """The prompt and its continuation, up to the end of the document."""
     ids = [tokenizer.bos, *tokenizer.encode(prompt)]

@@ -415,8 +415,5 @@ def effort(folder: Path) -> dict[str, tuple[int, float]]:
             continue  # another sweep that cannot be read is no reason to lose this one's report
         name = f"{stored.args.recipe} on {'own data' if stored.token_files else stored.args.track}"
         trials, minutes = spent.get(name, (0, 0.0))
-        spent[name] = (
-            trials + sum(r["kind"] == "trial" for r in rows),
-            minutes + sum(r["minutes"] for r in rows),
-        )
+        spent[name] = (trials + sum(r["kind"] == "trial" for r in rows), minutes + sum(r["minutes"] for r in rows))
     return spent

@@ -83,13 +83,7 @@ def default_checkpoint_every(recipe: Recipe, track: Track) -> int | None:
 
 
 def start(
-    recipe: Recipe,
-    track: Track,
-    machine: Machine,
-    options: Options,
-    *,
-    out: Path | None = None,
-    quiet: bool = False,
+    recipe: Recipe, track: Track, machine: Machine, options: Options, *, out: Path | None = None, quiet: bool = False
 ) -> Outcome:
     check_rules(recipe, track)
     scale.check(recipe)
