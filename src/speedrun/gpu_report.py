@@ -33,7 +33,6 @@ from speedrun.templates import markdown
 from speedrun.training import (
     Job,
     Machine,
-    NullRunFolder,
     Options,
     Progress,
     Recipe,
@@ -43,6 +42,7 @@ from speedrun.training import (
     gib,
     made_up,
     memory_of,
+    runlog,
     synchronize,
     telemetry,
     trace,
@@ -92,7 +92,7 @@ def sections(
     yield "Attention and 8-bit head against plain versions, relative errors", partial(parity, recipe, machine)
     with tempfile.TemporaryDirectory() as folder:
         tokens = TokenFolder("made up", "", min(recipe.model.vocab_size, 2**16), 0, {}, path=Path(folder))
-        nowhere = NullRunFolder(Path(folder))
+        nowhere = runlog.NullRunFolder(Path(folder))
         quiet = Progress(recipe.schedule.total, quiet=True)
         trainer = Trainer(Job(recipe, tokens, machine, options, nowhere, quiet, comm))
         for stage in kinds_of_steps(recipe):

@@ -32,15 +32,11 @@ from speedrun.training import (
     ValidationConfig,
     by_name,
     check_processes,
+    distributed,
     dryrun,
-    is_first,
-    launch,
-    may_restart,
     memory_of,
-    ranks,
-    read_run,
-    restarted,
     run,
+    runlog,
     scale,
     status,
 )
@@ -119,7 +115,7 @@ class Train:
     @classmethod
     def from_run(cls, path: Path) -> tuple[Recipe, "Train"]:
         """The recipe and the flags that the run in a folder was started with."""
-        about = read_run(path)
+        about = runlog.read_run(path)
         recipe, options = about.recipe, about.options
         target = TargetArgs(track=recipe.track if about.track == "own" else about.track)
         if about.track == "own":
@@ -163,18 +159,18 @@ def main(args: Sequence[str]) -> int:
         check_same(folder, default, given)
     track = find_track(**vars(given.target), val_tokens=given.val_tokens)
     curve = None if folder else get_curve(given.curve, recipe.name, track.name)  # a resumed run has its own
-    if given.max_restarts and given.nproc == 1 and ranks() == 1:
+    if given.max_restarts and given.nproc == 1 and distributed.ranks() == 1:
         raise UserError(f"--max-restarts {given.max_restarts} goes with --nproc; one process is resumed with --resume.")
-    if ranks() == 1:
+    if distributed.ranks() == 1:
         check_processes(given.nproc, given.machine.device)
         run.check_ranks(recipe, given.nproc)
-    if given.nproc != 1 and ranks() == 1 and not given.dry_run:
+    if given.nproc != 1 and distributed.ranks() == 1 and not given.dry_run:
         if given.max_restarts and not (given.out or given.resume):  # the next attempt must find the run
             args = [*args, "--out", str(run.new_run_path(recipe, track, given.options.seed))]
         if given.machine.dtype == "auto" and not given.resume:  # decided once, before there are ranks
             settings = Settings(given.machine.device, threads=given.machine.threads, nproc=given.nproc)
             args = [*args, "--dtype", arithmetic_for(recipe, settings)]
-        return launch(given.nproc, ["train", *args], given.max_restarts)
+        return distributed.launch(given.nproc, ["train", *args], given.max_restarts)
     return train(given, recipe, track, curve)
 
 
@@ -198,12 +194,12 @@ def train(given: Train, recipe: Recipe, track: Track, curve: PublishedCurve | No
         scale.check(recipe)
     if given.dry_run and given.resume:
         raise UserError(f"--dry-run does not go with --resume {given.resume}: it describes a new run; drop one.")
-    if may_restart() and not (given.out or given.resume):
+    if distributed.may_restart() and not (given.out or given.resume):
         raise UserError("With restarts every attempt must find the run: pass --out FOLDER.")
-    if restarted() and given.out and has_ended(given.out):
+    if distributed.restarted() and given.out and has_ended(given.out):
         return 1  # already reported; torchrun restarts whatever ended with 1
     where = None if given.dry_run else folder_to_resume(given, recipe, track)
-    if is_first():
+    if distributed.is_first():
         status.at("looking at the machine", show=False)
     asked = given.machine if where is None else arithmetic_of(where, given.machine)
     if given.dry_run and asked.device in GPUS:
@@ -211,7 +207,7 @@ def train(given: Train, recipe: Recipe, track: Track, curve: PublishedCurve | No
     else:
         machine = asked.choose(recipe)
     decided = {"compile": given.compile, "checkpoint_every": given.checkpoint_every, "curve": curve}
-    notice = say if is_first() else str
+    notice = say if distributed.is_first() else str
     options = make_options(recipe, track, machine, **{**vars(given.options), **decided}, notice=notice)
     if given.dry_run:
         return dry_run(given, recipe, track, machine, options)
@@ -221,7 +217,7 @@ def train(given: Train, recipe: Recipe, track: Track, curve: PublishedCurve | No
         outcome = run.resume(where, recipe, track, machine, options)
     else:
         outcome = run.start(recipe, track, machine, options, out=given.out)
-    if not is_first():
+    if not distributed.is_first():
         return 0 if outcome.result.status == "ok" else 1
     return summarize(outcome, given, machine)
 
@@ -241,7 +237,7 @@ def check_tokenizer(where: Path | None, track: Track) -> None:
 def folder_to_resume(given: Train, recipe: Recipe, track: Track) -> Path | None:
     """The run to resume; None: a new one begins."""
     there = given.out if given.out and (given.out / "run.json").exists() else None
-    if restarted() and there:
+    if distributed.restarted() and there:
         return there
     if given.resume != "auto":
         return Path(given.resume) if given.resume else None
@@ -253,7 +249,7 @@ def folder_to_resume(given: Train, recipe: Recipe, track: Track) -> Path | None:
 
 def arithmetic_of(folder: Path, machine: MachineOptions) -> MachineOptions:
     """A run keeps the arithmetic that it began with, whatever a trial would choose today."""
-    began = read_run(folder).dtype
+    began = runlog.read_run(folder).dtype
     if machine.dtype not in ("auto", began):
         raise UserError(
             f"{folder} was started with --dtype {began}, not {machine.dtype}; drop that, or start a new run."

@@ -28,23 +28,11 @@ from rich.table import Table
 
 from speedrun.checks import AboveZero, NotNegative, Positive
 from speedrun.errors import UserError, nearest, plural
-from speedrun.experiments.trial import (
-    ROWS,
-    ChildProcesses,
-    ExperimentArgs,
-    NoResult,
-    RowLog,
-    Trial,
-    check_same_plan,
-    read_rows,
-    run_trial,
-    with_arithmetic,
-    write_recipe,
-)
+from speedrun.experiments import trial
 from speedrun.files import read_json
 from speedrun.recipes import get_recipe
 from speedrun.tracks import get_track
-from speedrun.training import Recipe, check_processes, check_ranks, fields_of, read_metrics, scale, with_fields
+from speedrun.training import Recipe, check_processes, fields_of, run, runlog, scale, with_fields
 
 CALIBRATION_STEPS = 24
 PLAN = "sweep.json"
@@ -52,7 +40,7 @@ Fields = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class SweepArgs(ExperimentArgs):
+class SweepArgs(trial.ExperimentArgs):
     """`recipe` is where the search starts: the first candidate is the recipe as it is."""
 
     vary: tuple[str, ...] = ()
@@ -172,7 +160,7 @@ class SweepRunner:
 
     def __init__(self, args: SweepArgs, base: Recipe, fixed: Fields, console: Console) -> None:
         self.args, self.base, self.fixed, self.console = args, base, fixed, console
-        self.log = RowLog(args.out / ROWS, Candidate)
+        self.log = trial.RowLog(args.out / trial.ROWS, Candidate)
         if self.log.torn:
             console.print(f"the last row of {self.log.file} was torn; it is dropped")
         self.known = {r["key"]: r for r in self.log.rows}
@@ -191,7 +179,7 @@ class SweepRunner:
     def full_steps(self, changes: Fields) -> int:
         recipe = with_fields(self.base, changes)
         scale.check(recipe)
-        check_ranks(recipe, self.args.nproc)
+        run.check_ranks(recipe, self.args.nproc)
         if self.args.clock is None:
             return recipe.schedule.steps
         return max(1, int(self.args.clock / self.step_seconds(changes)))
@@ -232,20 +220,20 @@ class SweepRunner:
         wanted = {**changes, "schedule.steps": steps}
         if kind == "calibration":
             wanted["validation.every"] = 10**9
-        file = write_recipe(self.recipe_file(key), with_fields(self.base, wanted))
+        file = trial.write_recipe(self.recipe_file(key), with_fields(self.base, wanted))
         folder = self.args.out / "runs" / f"{key}-{time.time_ns()}"
-        trial = Trial(file, seed, folder, self.args.settings, self.args.data)
+        one = trial.Trial(file, seed, folder, self.args.settings, self.args.data)
         began = time.monotonic()
         row: dict[str, Any] = {"key": key, "kind": kind, "fields": changes, "seed": seed, "steps": steps}
         try:
-            result = run_trial(trial, ChildProcesses())
-        except NoResult as e:
+            result = trial.run_trial(one, trial.ChildProcesses())
+        except trial.NoResult as e:
             return row | {"minutes": (time.monotonic() - began) / 60, "status": f"no result: {e}", "loss": None}
         row["minutes"] = (time.monotonic() - began) / 60
         ok = result.status == "ok"
         row |= {"status": "ok" if ok else f"{result.status}: {result.reason}", "loss": result.val_loss}
         row |= {"train_time": result.train_time, "tokens": result.tokens}
-        times = [m["time"] for m in read_metrics(folder, "train")]
+        times = [m["time"] for m in runlog.read_metrics(folder, "train")]
         if ok and len(times) > 1:
             row["step_seconds"] = statistics.median(b - a for a, b in itertools.pairwise(times))
         return row
@@ -334,14 +322,14 @@ def run_sweep(args: SweepArgs, console: Console) -> None:
     fixed = dict(fixed_value(text, base) for text in args.fix)
     ranges = [Range.parse(text, base) for text in args.vary]
     check_processes(args.nproc, args.device)
-    check_ranks(with_fields(base, fixed), args.nproc)
+    run.check_ranks(with_fields(base, fixed), args.nproc)
     if args.clock is not None and "schedule.steps" in {*fixed, *(axis.name for axis in ranges)}:
         raise UserError(f"--clock {args.clock:g} decides the steps; drop schedule.steps, or --clock.")
     track = args.find_track()
     track.locate()
-    args = with_arithmetic(args, args.out / PLAN, SweepPlan, with_fields(base, fixed))
+    args = trial.with_arithmetic(args, args.out / PLAN, SweepPlan, with_fields(base, fixed))
     plan = SweepPlan(args, base, track.files if args.data else {})
-    check_same_plan(
+    trial.check_same_plan(
         args.out / PLAN, plan, "a sweep", free=("budget", "out", "data")
     )  # tokens are compared by their hashes
     runner = SweepRunner(args, base, fixed, console)
@@ -388,8 +376,8 @@ def report(runner: SweepRunner, console: Console) -> None:
         console.print(table)
     if ranked and ranked[0][0] < math.inf:
         best = ranked[0][1][0]
-        trial = Trial(runner.recipe_file(best["key"]), best["seed"], Path(), runner.args.settings, runner.args.data)
-        console.print(f"the best of them:\n  {shlex.join(['speedrun', 'train', *trial.flags])}")
+        one = trial.Trial(runner.recipe_file(best["key"]), best["seed"], Path(), runner.args.settings, runner.args.data)
+        console.print(f"the best of them:\n  {shlex.join(['speedrun', 'train', *one.flags])}")
     console.print(f"effort so far, all sweeps in {runner.args.out.parent}:")
     for name, (trials, minutes) in effort(runner.args.out.parent).items():
         console.print(f"  {name}: {plural(trials, 'trial')}, {minutes:.1f} minutes")
@@ -410,7 +398,7 @@ def effort(folder: Path) -> dict[str, tuple[int, float]]:
     spent: dict[str, tuple[int, float]] = {}
     for plan in sorted(folder.glob(f"*/{PLAN}")):
         try:
-            stored, rows = read_json(plan, SweepPlan, ""), read_rows(plan.with_name(ROWS), Candidate)
+            stored, rows = read_json(plan, SweepPlan, ""), trial.read_rows(plan.with_name(trial.ROWS), Candidate)
         except UserError:
             continue  # another sweep that cannot be read is no reason to lose this one's report
         name = f"{stored.args.recipe} on {'own data' if stored.token_files else stored.args.track}"

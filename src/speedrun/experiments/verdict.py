@@ -19,7 +19,7 @@ import numpy as np
 
 from speedrun.experiments import statistics
 from speedrun.experiments.plan import Entry, Plan
-from speedrun.training import read_metrics, read_result, to_jsonable
+from speedrun.training import runlog
 
 VERDICT, TEXT = "verdict.json", "verdict.txt"
 
@@ -112,16 +112,16 @@ class Verdict:
         return self.verdict in ("valid", "faster")
 
     def to_json(self) -> dict[str, Any]:
-        return dict(json.loads(json.dumps(to_jsonable(self))))
+        return dict(json.loads(json.dumps(runlog.to_jsonable(self))))
 
 
 # -------------------------------------------------------------------- runs
 
 
 def read_summary(folder: Path, entry: Entry) -> RunSummary:
-    result = read_result(folder)
+    result = runlog.read_result(folder)
     ok = result.status == "ok"
-    losses = [(m["kind"], m["step"], m["loss"]) for m in read_metrics(folder) if m["kind"] in ("train", "val")]
+    losses = [(m["kind"], m["step"], m["loss"]) for m in runlog.read_metrics(folder) if m["kind"] in ("train", "val")]
     return RunSummary(
         name=entry.name,
         side=entry.side,
@@ -134,7 +134,7 @@ def read_summary(folder: Path, entry: Entry) -> RunSummary:
         time=result.train_time,
         steps=result.steps,
         tokens=result.tokens,
-        losses_sha256=hashlib.sha256(json.dumps(to_jsonable(losses)).encode()).hexdigest()[:16],
+        losses_sha256=hashlib.sha256(json.dumps(runlog.to_jsonable(losses)).encode()).hexdigest()[:16],
     )
 
 
