@@ -1,6 +1,6 @@
 """`speedrun data`: prepare, fetch, verify and make token folders."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -62,13 +62,13 @@ class Encode:
 
 
 def main(args: Sequence[str]) -> int:
-    actions: dict[str, Callable[[Sequence[str]], int]] = {
-        "prepare": prepare,
-        "fetch": fetch,
-        "verify": verify,
-        "encode": encode,
-    }
-    return dispatch("speedrun data", actions, args, "Prepare, fetch, verify and make token folders.")
+    actions = (prepare, fetch, verify, encode)
+    return dispatch(
+        "speedrun data",
+        {action.__name__: action for action in actions},
+        args,
+        "Prepare, fetch, verify and make token folders.",
+    )
 
 
 def prepare(args: Sequence[str]) -> int:

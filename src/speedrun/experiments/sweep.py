@@ -35,6 +35,8 @@ from speedrun.tracks import get_track
 from speedrun.training import Recipe, check_processes, fields_of, run, runlog, scale, with_fields
 
 CALIBRATION_STEPS = 24
+FREE = ("optim.", "schedule.warmup", "schedule.cooldown", "schedule.min_lr_ratio", "schedule.steps", "validation.")
+"""Fields that cost no time; but optim.clip does."""
 PLAN = "sweep.json"
 Fields = dict[str, Any]
 
@@ -186,15 +188,7 @@ class SweepRunner:
 
     def step_seconds(self, changes: Fields) -> float:
         """Median step of a short run, shared by candidates that differ only in numbers that cost no time."""
-        free = (
-            "optim.",
-            "schedule.warmup",
-            "schedule.cooldown",
-            "schedule.min_lr_ratio",
-            "schedule.steps",
-            "validation.",
-        )
-        costly = {k: v for k, v in changes.items() if not k.startswith(free) or k == "optim.clip"}
+        costly = {k: v for k, v in changes.items() if not k.startswith(FREE) or k == "optim.clip"}
         row = self.run_once("calibration", costly, seed=0, steps=CALIBRATION_STEPS)
         if row["status"] != "ok":
             raise UserError(f"the timing run failed ({row['status']})")

@@ -228,7 +228,7 @@ def _word(
     a = sides["A"]
     if pairs is not None and pairs.equal < pairs.all:
         odd = pairs.all - pairs.equal
-        return ("failed", f"losses are not bit-equal for {odd} of {pairs.all} seeds, so this is no systems-only change")
+        return "failed", f"losses are not bit-equal for {odd} of {pairs.all} seeds, so this is no systems-only change"
     assert a.loss  # of at least two runs, none of which failed
     if not a.valid:
         mean = a.loss.mean
@@ -237,10 +237,10 @@ def _word(
         return "inconclusive", f"the losses of {a.label} do not prove the target {plan.target:g} (p={a.p:.4f})"
     proof = "bit-equal losses" if pairs is not None else f"p={a.p:.4f}"
     if time is None:
-        return ("valid", f"the mean loss {a.loss.mean:.4f} of {a.label} is below the target {plan.target:g} ({proof})")
+        return "valid", f"the mean loss {a.loss.mean:.4f} of {a.label} is below the target {plan.target:g} ({proof})"
     b = sides["B"]
     if not b.valid:
-        return ("valid", f"{a.label} is valid ({proof}), but {b.label} is not (p={b.p:.4f}): no time is compared")
+        return "valid", f"{a.label} is valid ({proof}), but {b.label} is not (p={b.p:.4f}): no time is compared"
     sure = f"{100 * (1 - time.level):.4g} % confidence, {time.blocks} blocks"
     if time.outcome == "faster":
         return "faster", f"{a.label} is at least {time.low:.3f} times as fast as {b.label} ({sure})"
