@@ -205,7 +205,7 @@ def make_options(
         if not compile:
             steps = plural(recipe.schedule.total, "step")
             notice(f"torch.compile is not used: {steps} are sooner done without it; --compile uses it")
-    made = Options(**{**options, "compile": compile, "checkpoint_every": checkpoint_every})
+    made = Options(**{**options, "compile": compile, "checkpoint_every": checkpoint_every or None})
     check_options(made)
     return made
 
