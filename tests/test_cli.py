@@ -27,6 +27,7 @@ from speedrun.tracks import TRACKS
 from speedrun.training import dryrun
 from speedrun.training.config import Recipe, fields_of, meanings
 from speedrun.training.loop import Loop
+from speedrun.training.progress import Progress
 from speedrun.training.runlog import read_metrics, read_result
 from speedrun.training.schedule import Stage
 from tests.conftest import make_token_folder
@@ -179,6 +180,15 @@ MISTAKES = [
         "--out no/such/file is a folder, or in a folder that",
     ),
     ("doctor --nproc 2", "--nproc 2 goes with --gpu-report; drop it."),
+    ("doctor --no-compile", "--no-compile goes with --gpu-report; drop it."),
+    ("doctor --out here.md", "--out here.md goes with --gpu-report; drop it."),
+    ("doctor --recipe adamw --track pocket", "--recipe adamw goes with --gpu-report; drop it."),
+    ("doctor --steps 6", "--steps 6 goes with --gpu-report; drop it."),
+    (
+        "train --dry-run --device h100 --track short --recipe interleaved --no-compile",
+        "only compiled passes were measured on NVIDIA H100 80GB HBM3; drop --no-compile.",
+    ),
+    ("train --resume=", "--resume is empty, perhaps an unset variable; name a run folder, or auto, or drop it."),
     (
         "train --track short --recipe muon --compiler.coordinate-descent True",
         "the rules of track 'short' allow no extra compiler flags; pass --compiler.coordinate-descent False.",
@@ -273,6 +283,40 @@ def test_a_mistake_costs_one_sentence_and_changes_nothing(
     assert "Traceback" not in done.err
     assert done.err.startswith("speedrun: ") == (done.err.count("\n") == 1)  # our own sentences take one line
     assert files_in(tmp_path) == before
+
+
+def test_a_resume_of_nothing_is_no_new_run(speedrun: Speedrun, tokens: TokenFolder, tmp_path: Path) -> None:
+    done = speedrun("train", "--data", tokens.path, *EIGHT, "--resume", "")
+    assert done.code == 2
+    assert "--resume is empty" in done.said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tokenizer_that_cannot_write_the_sample_is_told_before_the_run(
+    speedrun: Speedrun, tmp_path: Path, stopped: Path
+) -> None:
+    make_token_folder(tmp_path / "tokens")
+    (tmp_path / "tokens" / "tokenizer.json").write_text("{")
+    before = files_in(tmp_path)
+    done = speedrun("train", "--data", "tokens", *EIGHT, "--out", "run")
+    assert done.code == 2
+    assert "tokens/tokenizer.json is not a tokenizer.json of the `tokenizers` library" in done.said
+    assert done.said.strip().endswith("Restore tokens/tokenizer.json, or pass --sample False.")
+    assert files_in(tmp_path) == before
+    assert speedrun("train", "--data", "tokens", *EIGHT, "--out", "run", "--sample", "False").code == 0
+    (stopped / "tokenizer.json").write_text("{")
+    before = files_in(stopped)
+    done = speedrun("train", "--resume", stopped)
+    assert done.code == 2
+    assert f"Restore {stopped}/tokenizer.json" in done.said
+    assert files_in(stopped) == before
+
+
+def test_one_is_not_many(speedrun: Speedrun, tokens: TokenFolder) -> None:
+    done = speedrun("train", "--data", tokens.path, *TINY, "--schedule.steps", "1", "--val-tokens", "1")
+    assert done.code == 0
+    assert "on the first 1 token of the validation split" in done.out
+    assert done.out.count(", 1 step\n") == 1
 
 
 def test_a_process_told_nonsense_says_so_and_ends_with_2(tmp_path: Path) -> None:
@@ -581,6 +625,15 @@ def test_a_run_ends_with_a_summary(
     assert re.search(r"peak memory +[\d,]+ MiB resident\n", done.out)
     assert re.search(r"sample +The .+\n", done.out)
     assert done.out.endswith("run folder   [red]run\n")
+
+
+def test_a_run_says_that_its_model_is_built(
+    speedrun: Speedrun, tokens: TokenFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(Progress, "at", lambda self, doing: said.append(doing))
+    speedrun("train", "--data", tokens.path, *EIGHT)
+    assert said[0] == "building the model"
 
 
 def test_without_a_target_reaching_the_end_is_enough(speedrun: Speedrun, tokens: TokenFolder) -> None:

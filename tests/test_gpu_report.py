@@ -9,11 +9,13 @@ import torch
 
 from speedrun import gpu_report
 from speedrun.doctor import examine
+from speedrun.errors import UserError, plural
 from speedrun.model import head
 from speedrun.optim.sharded import Comm
 from speedrun.training import memory
 from speedrun.training.config import Options, with_fields
 from speedrun.training.device import choose
+from speedrun.training.warmup import made_up
 from tests.distributed.ranks import together
 from tests.recipes.test_lineage import tiny
 
@@ -45,7 +47,7 @@ def test_every_kind_of_step_is_measured(tmp_path: Path) -> None:
     assert len({(s.batch_size, len(s.mtp_weights), s.tied) for s in kinds}) == len(kinds) > 2
     for stage in kinds:
         lines = table(text, f"Step {stage.step}, {stage.batch_size} x {stage.seq_len} tokens")
-        assert lines["passes over the model"] == ("-", f"1 of {stage.batch_size} rows")
+        assert lines["passes over the model"] == ("-", f"1 of {plural(stage.batch_size, 'row')}")
         assert lines["kernel launches"] == ("not predicted", "no GPU")
         assert "tokens per second" in lines["step"][1]
     assert "ms" in table(text, "Validation")["batch"][1]
@@ -61,6 +63,40 @@ def test_what_is_wrong_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_report, "attend", lambda q, k, v, **_: q + k + v)
     monkeypatch.setattr(gpu_report, "fp8_linear", lambda x, w, *_: head.fp8_linear(x, 0.9 * w, 1.0, 1.0, 1.0))
     assert all(line.measured.endswith("**wrong**") for line in gpu_report.parity(recipe, machine))
+
+
+def test_what_fails_takes_one_line_and_the_rest_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("\nno kernel for this | device\nand much more")
+
+    monkeypatch.setattr(gpu_report, "attend", fail)
+    first = gpu_report.kinds_of_steps(tiny("interleaved"))[0]
+    monkeypatch.setattr(
+        gpu_report,
+        "made_up",
+        lambda job, size, *rest: (fail if size == first.batch_size else made_up)(job, size, *rest),
+    )
+    report(0, 1, str(tmp_path / "report.md"))
+    text = (tmp_path / "report.md").read_text()
+    for title in ("Attention and 8-bit head", f"Step {first.step}"):
+        said = table(text, title)["all of it"]
+        assert said == ("-", "failed: RuntimeError: no kernel for this &#124; device")
+    assert "ms" in table(text, "Validation")["batch"][1]
+
+
+def test_several_ranks_do_not_go_on_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(gpu_report, "parity", fail)
+    found = gpu_report.report(
+        tiny("interleaved"), choose("cpu", "float32", 1), Options(), SimpleNamespace(size=2), [], 2
+    )
+    _, lines, text = next(found)
+    assert lines[0].measured == "failed: RuntimeError: no kernel"
+    assert "no kernel" in text
+    with pytest.raises(UserError, match=r"failed: RuntimeError: no kernel\. The report ends there"):
+        next(found)
 
 
 def test_predictions_come_from_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

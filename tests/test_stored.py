@@ -16,10 +16,11 @@ import pytest
 import speedrun
 from speedrun import cli, files
 from speedrun.data.shards import TokenFolder
-from speedrun.experiments import records, verification
+from speedrun.experiments import records
 from speedrun.experiments.race import RaceRunner
 from speedrun.experiments.verification import write_manifest
 from speedrun.recipes import get_recipe
+from speedrun.training import runlog
 from speedrun.training.runlog import source_sha256
 from tests.experiments.conftest import run_here, words
 
@@ -116,7 +117,7 @@ def test_another_version_may_have_other_words_and_more_to_say(copy: Path, record
 def test_another_version_s_verdict_is_held_to_its_numbers(
     stored: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(verification, "source_sha256", lambda *of: source_sha256(*of) if of else "another version")
+    monkeypatch.setattr(runlog, "source_sha256", lambda *of: source_sha256(*of) if of else "another version")
     verdict = stored / "record" / "verdict.json"
     good = json.loads(verdict.read_text())
     for changed, says in (

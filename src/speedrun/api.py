@@ -19,25 +19,12 @@ from rich.console import Console
 
 from speedrun.checks import check_options
 from speedrun.data import Tokenizer
-from speedrun.errors import UserError, nearest, similar
+from speedrun.errors import UserError, nearest, plural, similar
 from speedrun.model import GPT
 from speedrun.recipes import DEFAULT, default_for, get_curve, get_recipe
 from speedrun.sample import load_model, sample_text
 from speedrun.tracks import Track, find_track, get_track
-from speedrun.training import (
-    RESULT,
-    Machine,
-    Options,
-    Recipe,
-    Result,
-    RunInfo,
-    choose,
-    fields_of,
-    read_metrics,
-    read_result,
-    read_run,
-    with_fields,
-)
+from speedrun.training import Machine, Options, Recipe, choose, fields_of, runlog, with_fields
 from speedrun.training import run as runs
 
 if TYPE_CHECKING:
@@ -56,30 +43,30 @@ class Run:
         return f"Run({str(self.path)!r})"
 
     @cached_property
-    def info(self) -> RunInfo:
+    def info(self) -> runlog.RunInfo:
         """run.json: recipe, track, seed, options, machine, environment."""
-        return read_run(self.path)
+        return runlog.read_run(self.path)
 
     @property
     def recipe(self) -> Recipe:
         return self.info.recipe
 
     @property
-    def result(self) -> Result:
+    def result(self) -> runlog.Result:
         """How the run ended: status, val_loss, steps, train_time, tokens..."""
-        return read_result(self.path)
+        return runlog.read_result(self.path)
 
     @property
     def reached(self) -> bool:
         """Whether the run ended at or below its target."""
-        target, loss = self.info.target, self.result.val_loss if (self.path / RESULT).exists() else None
+        target, loss = self.info.target, self.result.val_loss if (self.path / runlog.RESULT).exists() else None
         return target is not None and loss is not None and loss <= target
 
     @property
     def metrics(self) -> dict[str, dict[str, NDArray[Any]]]:
         """Columns by kind of line: `metrics["train"]["loss"]`, `metrics["val"]["step"]`."""
         lines: dict[str, list[dict[str, Any]]] = {}
-        for line in read_metrics(self.path):
+        for line in runlog.read_metrics(self.path):
             lines.setdefault(line["kind"], []).append(line)
         return {kind: _columns(found) for kind, found in lines.items()}
 
@@ -216,9 +203,9 @@ def make_options(
     if compile is None:
         compile = runs.worth_compiling(recipe, machine)
         if not compile:
-            steps = f"{recipe.schedule.total} step{'s' * (recipe.schedule.total != 1)}"
+            steps = plural(recipe.schedule.total, "step")
             notice(f"torch.compile is not used: {steps} are sooner done without it; --compile uses it")
-    made = Options(**{**options, "compile": compile, "checkpoint_every": checkpoint_every})
+    made = Options(**{**options, "compile": compile, "checkpoint_every": checkpoint_every or None})
     check_options(made)
     return made
 

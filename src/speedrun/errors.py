@@ -33,6 +33,11 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM."""
 
 
+def plural(count: int, noun: str) -> str:
+    """'1 step', '2,000 steps'."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """' Did you mean X?' when something known looks like `name`; otherwise ' Known: ...'."""
     known = list(known)

@@ -85,7 +85,10 @@ def file_errors(path: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """A file to write into, which becomes `path` when the block ends well, and vanishes when it does not."""
-    path = path.resolve()  # a link stays a link
+    try:
+        path = path.resolve()  # a link stays a link
+    except RuntimeError:
+        raise UserError(f"{path} is a link to itself. Remove it, or choose another name.") from None
     with file_errors(path):
         if path.exists() and not path.is_file() and not path.is_dir():
             raise UserError(f"{path} is a device or a pipe, not a file. Choose another name.")

@@ -10,13 +10,13 @@ kernel launches, host syncs, memory, each beside what `python -m benchmarks.gpu`
 """
 
 import dataclasses
-import functools
 import math
 import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,13 +26,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from speedrun.data import TokenFolder
 from speedrun.doctor import Finding
+from speedrun.errors import UserError, plural
 from speedrun.model import Backend, attend, fp8_linear, reference_attend
 from speedrun.optim import Comm
 from speedrun.templates import markdown
 from speedrun.training import (
     Job,
     Machine,
-    NullRunFolder,
     Options,
     Progress,
     Recipe,
@@ -42,6 +42,7 @@ from speedrun.training import (
     gib,
     made_up,
     memory_of,
+    runlog,
     synchronize,
     telemetry,
     trace,
@@ -67,26 +68,40 @@ def report(
 ) -> Iterator[tuple[str, list[Line], str]]:
     """(title, lines, all text so far) of each section as soon as it is measured. All ranks call it."""
     text = environment(recipe, machine, comm, findings)
-    for title, lines in sections(recipe, machine, options, comm, steps):
+    for title, measure in sections(recipe, machine, options, comm, steps):
+        failed = None
+        try:
+            lines = measure()
+        except Exception as e:  # whatever a compiler or a kernel may raise
+            failed = f"failed: {type(e).__name__}: {first_line(e)}"
+            lines = [Line("all of it", "", failed)]
         text += "\n" + section(title, lines)
         yield title, lines, text
+        if failed and comm.size > 1:  # the other ranks may be anywhere in a step
+            raise UserError(f"{title}: {failed}. The report ends there; --nproc 1 goes on after it.")
+
+
+def first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")[:300]
 
 
 def sections(
     recipe: Recipe, machine: Machine, options: Options, comm: Comm, steps: int
-) -> Iterator[tuple[str, list[Line]]]:
-    yield "Attention and 8-bit head against plain versions, relative errors", parity(recipe, machine)
+) -> Iterator[tuple[str, Callable[[], list[Line]]]]:
+    """The title of each section, and what measures it."""
+    yield "Attention and 8-bit head against plain versions, relative errors", partial(parity, recipe, machine)
     with tempfile.TemporaryDirectory() as folder:
         tokens = TokenFolder("made up", "", min(recipe.model.vocab_size, 2**16), 0, {}, path=Path(folder))
-        nowhere = NullRunFolder(Path(folder))
+        nowhere = runlog.NullRunFolder(Path(folder))
         quiet = Progress(recipe.schedule.total, quiet=True)
         trainer = Trainer(Job(recipe, tokens, machine, options, nowhere, quiet, comm))
         for stage in kinds_of_steps(recipe):
-            yield f"Step {stage.step}, {stage.batch_size} x {stage.seq_len} tokens", step_lines(trainer, stage, steps)
+            title = f"Step {stage.step}, {stage.batch_size} x {stage.seq_len} tokens"
+            yield title, partial(step_lines, trainer, stage, steps)
         v = recipe.validation
-        yield f"Validation, {v.batch_size} x {v.seq_len} tokens", validation_lines(trainer)
+        yield f"Validation, {v.batch_size} x {v.seq_len} tokens", partial(validation_lines, trainer)
         if comm.size > 1:
-            yield "Order of transfers", order_lines(trainer)
+            yield "Order of transfers", partial(order_lines, trainer)
 
 
 def environment(recipe: Recipe, machine: Machine, comm: Comm, findings: list[Finding]) -> str:
@@ -137,7 +152,7 @@ def attention_errors(
     documents[0, 100:], documents[0, 333:], documents[1, 7:], documents[1, 200:] = 1, 2, 1, 2
     for window in (64, 300, None):
         results = []
-        for function in (functools.partial(attend, backend=backend), reference_attend):
+        for function in (partial(attend, backend=backend), reference_attend):
             leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
             y = function(*leaves, doc_ids_BT=documents, window=window, scale=scale)
             results.append([y.detach(), *torch.autograd.grad(y, leaves, g)])
@@ -216,7 +231,7 @@ def step_lines(trainer: Trainer, stage: Stage, steps: int) -> list[Line]:
     return [
         Line("first step, with compiling" if trainer.job.options.compile else "first step", "", f"{first:.1f} s"),
         Line("step", "", f"{1000 * seconds:.1f} ms, {stage.tokens / seconds:,.0f} tokens per second"),
-        Line("passes over the model", "", f"{passes} of {at_once} rows"),
+        Line("passes over the model", "", f"{passes} of {plural(at_once, 'row')}"),
         Line("bytes that kernels touch", f"{moved / 1e9:.1f} GB" if moved else UNKNOWN, rate),
         Line("kernel launches", kernels, f"{launches:,}" if gpu else "no GPU"),
         Line("host syncs", waits, waited if gpu else "no GPU"),

@@ -12,12 +12,12 @@ import torch
 from speedrun.data import Tokenizer
 from speedrun.errors import UserError
 from speedrun.model import GPT
-from speedrun.training import checkpoint, read_run
+from speedrun.training import checkpoint, runlog
 
 
 def load_model(run: Path, device: torch.device) -> tuple[GPT, Tokenizer]:
     """The model of a run folder, from its newest good checkpoint."""
-    recipe = read_run(run).recipe
+    recipe = runlog.read_run(run).recipe
     saved = checkpoint.newest_good(run / "checkpoints", notice=lambda line: print(line, file=sys.stderr))
     if saved is None:
         raise UserError(
@@ -72,14 +72,7 @@ def pick(logits_V: torch.Tensor, temperature: float, top_k: int | None, generato
 
 
 def sample_text(
-    model: GPT,
-    tokenizer: Tokenizer,
-    prompt: str,
-    *,
-    tokens: int,
-    temperature: float,
-    top_k: int | None,
-    seed: int,
+    model: GPT, tokenizer: Tokenizer, prompt: str, *, tokens: int, temperature: float, top_k: int | None, seed: int
 ) -> str:
     """The prompt and its continuation, up to the end of the document."""
     ids = [tokenizer.bos, *tokenizer.encode(prompt)]

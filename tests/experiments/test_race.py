@@ -360,7 +360,7 @@ def test_other_machines_and_other_code_do_not_continue_a_race(
         machine = dataclasses.replace(Plan.read(raced).machine, cpu="another")
         monkeypatch.setattr("speedrun.experiments.plan.this_machine", lambda: machine)
     else:
-        monkeypatch.setattr("speedrun.experiments.race.source_sha256", lambda: "0" * 64)
+        monkeypatch.setattr("speedrun.training.runlog.source_sha256", lambda: "0" * 64)
     code, _, err = speedrun(*words("--runs 6", held_out.path, against_steps=40), "--out", raced)
     assert code == 2
     assert said in err

@@ -17,7 +17,7 @@ from speedrun import cli
 from speedrun.data.shards import TokenFolder
 from speedrun.experiments import ablate, records
 from speedrun.experiments.ablate import BASE, SHORTER
-from speedrun.experiments.sweep import ROWS
+from speedrun.experiments.trial import ROWS
 from speedrun.files import write_atomic, write_json
 from speedrun.recipes import get_recipe
 from speedrun.report.draw import COLORS, on_page, short, ticks

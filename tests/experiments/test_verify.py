@@ -15,8 +15,9 @@ from speedrun.experiments.trial import write_recipe
 from speedrun.experiments.verdict import judge, read_summary, render
 from speedrun.experiments.verification import examine, write_manifest
 from speedrun.files import sha256_bytes, write_atomic, write_json
+from speedrun.training import runlog
 from speedrun.training.config import PublishedCurve
-from speedrun.training.runlog import read_run, to_jsonable, train_line, val_line
+from speedrun.training.runlog import read_run, source_sha256, to_jsonable, train_line, val_line
 from tests.experiments.conftest import Speedrun
 
 Json = dict[str, Any]
@@ -288,7 +289,6 @@ def train_another_recipe(race: Path) -> None:
 
 def train_other_code(race: Path) -> None:
     """The copy of the source and its hash in run.json fit together, but not with the plan."""
-    from speedrun.training.runlog import source_sha256
 
     source = race / "runs/001-A/source/speedrun"
     write_atomic(source / "errors.py", (source / "errors.py").read_text() + "\nCHEAT = True\n")
@@ -498,7 +498,7 @@ def test_another_version_may_round_otherwise(
     race_copy: Path, held_out: TokenFolder, speedrun: Speedrun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may also be wrong, which is more than rounding."""
-    monkeypatch.setattr("speedrun.experiments.replay.source_sha256", lambda: "0" * 64)
+    monkeypatch.setattr(runlog, "source_sha256", lambda *of: source_sha256(*of) if of else "0" * 64)
     line = ("verify", race_copy, "--replay", "--steps", "3", "--data", held_out.path)
     code, out, _ = speedrun(*line)
     assert code == 0

@@ -146,6 +146,16 @@ def test_a_home_that_cannot_be_written_costs_a_sentence_and_a_trial_each_time(ho
         assert python.trials == trials
 
 
+def test_a_file_that_is_a_link_to_itself_costs_a_sentence(home: Path, python: Python) -> None:
+    home.mkdir()
+    file = home / arithmetic.FILE
+    file.symlink_to(file)
+    python.measures([1.0] * 3, [0.5] * 3)
+    found, why = choose_on_cpu(MODEL, 64, 1)
+    assert found == torch.bfloat16
+    assert "is a link to itself. Remove it, or choose another name" in why
+
+
 @pytest.mark.parametrize(
     ("script", "says"),
     [

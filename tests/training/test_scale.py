@@ -10,7 +10,7 @@ import torch
 
 from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError
-from speedrun.experiments.race import side
+from speedrun.experiments.race import change_recipe
 from speedrun.experiments.sweep import Range
 from speedrun.recipes import RECIPES, get_recipe
 from speedrun.training import scale
@@ -173,7 +173,7 @@ def test_the_mean_and_the_sum_can_be_raced_and_searched() -> None:
         ("adamw", "pocket", "8", 8),
         ("adamw", "pocket", "None", None),
     ):
-        _, recipe = side(name, track, [f"optim.reference_ranks={value}"])
+        _, recipe = change_recipe(name, track, [f"optim.reference_ranks={value}"])
         assert recipe.optim.reference_ranks == expected
         assert Range.parse(f"optim.reference_ranks={value}", get_recipe(name, track)).choices == [expected]
     for change, says in (
@@ -183,4 +183,4 @@ def test_the_mean_and_the_sum_can_be_raced_and_searched() -> None:
         ("model.num_layers=None", "model.num_layers is None"),
     ):
         with pytest.raises(UserError, match=says):
-            side("adamw", "pocket", [change])
+            change_recipe("adamw", "pocket", [change])

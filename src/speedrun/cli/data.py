@@ -1,6 +1,6 @@
 """`speedrun data`: prepare, fetch, verify and make token folders."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +12,7 @@ from speedrun.checks import Positive
 from speedrun.cli.common import dispatch, parse, say, unset
 from speedrun.data import TokenFolder, fineweb, pocket
 from speedrun.data import encode as encoding
-from speedrun.errors import UserError, nearest
+from speedrun.errors import UserError, nearest, plural
 from speedrun.recipes import default_for, get_recipe
 from speedrun.tracks import get_track
 from speedrun.training import usable_cores
@@ -62,13 +62,13 @@ class Encode:
 
 
 def main(args: Sequence[str]) -> int:
-    actions: dict[str, Callable[[Sequence[str]], int]] = {
-        "prepare": prepare,
-        "fetch": fetch,
-        "verify": verify,
-        "encode": encode,
-    }
-    return dispatch("speedrun data", actions, args, "Prepare, fetch, verify and make token folders.")
+    actions = (prepare, fetch, verify, encode)
+    return dispatch(
+        "speedrun data",
+        {action.__name__: action for action in actions},
+        args,
+        "Prepare, fetch, verify and make token folders.",
+    )
 
 
 def prepare(args: Sequence[str]) -> int:
@@ -88,7 +88,7 @@ def fetch(args: Sequence[str]) -> int:
         recipe = get_recipe(given.recipe or default_for(track.name), track.name)
         tokens = recipe.schedule.tokens
         chunks = fineweb.chunks_needed(tokens, recipe.schedule.seq_len, recipe.loader)
-        say(f"{recipe.name} at {recipe.track} size trains on {tokens:,} tokens: {chunks} chunks")
+        say(f"{recipe.name} at {recipe.track} size trains on {plural(tokens, 'token')}: {plural(chunks, 'chunk')}")
     elif given.recipe or given.track:
         raise UserError(f"--chunks {chunks} says it already; drop --recipe and --track.")
     folder = fineweb.fetch(chunks, say)

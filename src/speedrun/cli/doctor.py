@@ -14,19 +14,7 @@ from speedrun.doctor import Finding, examine
 from speedrun.errors import UserError
 from speedrun.files import write_atomic
 from speedrun.recipes import DEFAULT, get_recipe
-from speedrun.training import (
-    Machine,
-    Options,
-    Recipe,
-    check_processes,
-    check_ranks,
-    is_first,
-    joined,
-    launch,
-    memory_of,
-    problems_of,
-    ranks,
-)
+from speedrun.training import Machine, Options, Recipe, check_processes, distributed, memory_of, problems_of, run
 
 
 @dataclass(frozen=True)
@@ -54,8 +42,10 @@ class Doctor:
 def main(args: Sequence[str]) -> int:
     given: Doctor = parse(Doctor, "doctor", args, about="What this machine will use and why; what is missing.")
     recipe = get_recipe(given.recipe, given.track) if given.gpu_report else get_recipe(DEFAULT, "pocket")
-    if given.nproc != 1 and not given.gpu_report:
-        raise UserError(f"--nproc {given.nproc} goes with --gpu-report; drop it.")
+    for name in () if given.gpu_report else ("recipe", "track", "steps", "nproc", "compile", "out"):
+        if (value := getattr(given, name)) != getattr(Doctor, name):
+            flag = "--no-compile" if name == "compile" else f"--{name} {value}"
+            raise UserError(f"{flag} goes with --gpu-report; drop it.")
     if given.gpu_report and given.machine.device == "auto" and not torch.cuda.is_available():
         raise UserError(
             "--gpu-report is for a machine with a GPU, and torch sees none here; --device cpu --track pocket tries it "
@@ -63,13 +53,13 @@ def main(args: Sequence[str]) -> int:
         )
     if given.gpu_report and (given.out.is_dir() or not given.out.parent.is_dir()):
         raise UserError(f"--out {given.out} is a folder, or in a folder that does not exist; name a file.")
-    if given.nproc != 1 and ranks() == 1:
+    if given.nproc != 1 and distributed.ranks() == 1:
         check_processes(given.nproc, given.machine.device)
-        check_ranks(recipe, given.nproc)
-        return launch(given.nproc, ["doctor", *args])
+        run.check_ranks(recipe, given.nproc)
+        return distributed.launch(given.nproc, ["doctor", *args])
     machine = given.machine.choose(recipe)
     findings = examine(machine)
-    if not given.gpu_report or is_first():
+    if not given.gpu_report or distributed.is_first():
         width = max(len(finding.what) for finding in findings)
         for f in findings:
             why = f" ({f.why})" if f.good else f": {f.why}"
@@ -84,11 +74,11 @@ def write_report(given: Doctor, recipe: Recipe, machine: Machine, findings: list
     if machine.device.type != "cuda":  # there the trainer checks its memory
         for problem in problems_of(memory_of(recipe, machine, options, given.nproc), recipe):
             raise UserError(problem)
-    with joined(machine.device) as (comm, _):
+    with distributed.joined(machine.device) as (comm, _):
         for title, lines, text in gpu_report.report(recipe, machine, options, comm, findings, given.steps):
             if comm.rank == 0:
                 write_atomic(given.out, text)  # it grows: a crash keeps what was measured before
                 say(f"\n{title}")
                 grid(lines)
-    if is_first():
+    if distributed.is_first():
         say(f"report       {given.out}")

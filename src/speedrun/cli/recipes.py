@@ -9,7 +9,7 @@ import tyro
 from rich.table import Column, Table
 
 from speedrun.cli.common import grid, parse, say, unset
-from speedrun.errors import UserError
+from speedrun.errors import UserError, plural
 from speedrun.files import write_atomic
 from speedrun.model import count_parameters
 from speedrun.recipes import DEFAULT, RECIPES, default_for, get_recipe
@@ -59,7 +59,7 @@ def show(recipe: Recipe) -> None:
     say(f"{recipe.name} at {recipe.track} size: {recipe.about}")
     parts = ", ".join(f"{k} {v / 1e6:.2f} M" for k, v in counts.items())
     say(f"{sum(counts.values()) / 1e6:.2f} M parameters ({parts})")
-    say(f"{recipe.schedule.tokens / 1e6:,.2f} M training tokens in {recipe.schedule.total:,} steps")
+    say(f"{recipe.schedule.tokens / 1e6:,.2f} M training tokens in {plural(recipe.schedule.total, 'step')}")
     grid(recipe.model.table())
     table = Table(Column("field", no_wrap=True), "value", "meaning", box=None)
     sentences = meanings(Recipe)

@@ -13,8 +13,8 @@ from speedrun.api import make_options, with_steps
 from speedrun.arguments import Settings
 from speedrun.checks import Count, Positive
 from speedrun.cli.common import MachineOptions, TargetArgs, flat, grid, option, parse, say, unset, with_value
-from speedrun.data import LoaderConfig
-from speedrun.errors import UserError
+from speedrun.data import LoaderConfig, Tokenizer
+from speedrun.errors import UserError, plural
 from speedrun.experiments import arithmetic_for, has_ended
 from speedrun.model import GPTConfig
 from speedrun.recipes import DEFAULT, default_for, get_curve, get_recipe, track_of
@@ -32,14 +32,11 @@ from speedrun.training import (
     ValidationConfig,
     by_name,
     check_processes,
+    distributed,
     dryrun,
-    is_first,
-    launch,
-    may_restart,
-    ranks,
-    read_run,
-    restarted,
+    memory_of,
     run,
+    runlog,
     scale,
     status,
 )
@@ -118,7 +115,7 @@ class Train:
     @classmethod
     def from_run(cls, path: Path) -> tuple[Recipe, "Train"]:
         """The recipe and the flags that the run in a folder was started with."""
-        about = read_run(path)
+        about = runlog.read_run(path)
         recipe, options = about.recipe, about.options
         target = TargetArgs(track=recipe.track if about.track == "own" else about.track)
         if about.track == "own":
@@ -142,6 +139,8 @@ class Train:
 def main(args: Sequence[str]) -> int:
     args = with_value(args, "trace", "20")
     resume = option(args, "resume")
+    if resume == "":
+        raise UserError("--resume is empty, perhaps an unset variable; name a run folder, or auto, or drop it.")
     folder = Path(resume) if resume and resume != "auto" else None
     if folder:
         base, default = Train.from_run(folder)
@@ -160,18 +159,18 @@ def main(args: Sequence[str]) -> int:
         check_same(folder, default, given)
     track = find_track(**vars(given.target), val_tokens=given.val_tokens)
     curve = None if folder else get_curve(given.curve, recipe.name, track.name)  # a resumed run has its own
-    if given.max_restarts and given.nproc == 1 and ranks() == 1:
+    if given.max_restarts and given.nproc == 1 and distributed.ranks() == 1:
         raise UserError(f"--max-restarts {given.max_restarts} goes with --nproc; one process is resumed with --resume.")
-    if ranks() == 1:
+    if distributed.ranks() == 1:
         check_processes(given.nproc, given.machine.device)
         run.check_ranks(recipe, given.nproc)
-    if given.nproc != 1 and ranks() == 1 and not given.dry_run:
+    if given.nproc != 1 and distributed.ranks() == 1 and not given.dry_run:
         if given.max_restarts and not (given.out or given.resume):  # the next attempt must find the run
             args = [*args, "--out", str(run.new_run_path(recipe, track, given.options.seed))]
         if given.machine.dtype == "auto" and not given.resume:  # decided once, before there are ranks
             settings = Settings(given.machine.device, threads=given.machine.threads, nproc=given.nproc)
             args = [*args, "--dtype", arithmetic_for(recipe, settings)]
-        return launch(given.nproc, ["train", *args], given.max_restarts)
+        return distributed.launch(given.nproc, ["train", *args], given.max_restarts)
     return train(given, recipe, track, curve)
 
 
@@ -195,12 +194,12 @@ def train(given: Train, recipe: Recipe, track: Track, curve: PublishedCurve | No
         scale.check(recipe)
     if given.dry_run and given.resume:
         raise UserError(f"--dry-run does not go with --resume {given.resume}: it describes a new run; drop one.")
-    if may_restart() and not (given.out or given.resume):
+    if distributed.may_restart() and not (given.out or given.resume):
         raise UserError("With restarts every attempt must find the run: pass --out FOLDER.")
-    if restarted() and given.out and has_ended(given.out):
+    if distributed.restarted() and given.out and has_ended(given.out):
         return 1  # already reported; torchrun restarts whatever ended with 1
     where = None if given.dry_run else folder_to_resume(given, recipe, track)
-    if is_first():
+    if distributed.is_first():
         status.at("looking at the machine", show=False)
     asked = given.machine if where is None else arithmetic_of(where, given.machine)
     if given.dry_run and asked.device in GPUS:
@@ -208,23 +207,37 @@ def train(given: Train, recipe: Recipe, track: Track, curve: PublishedCurve | No
     else:
         machine = asked.choose(recipe)
     decided = {"compile": given.compile, "checkpoint_every": given.checkpoint_every, "curve": curve}
-    notice = say if is_first() else str
+    notice = say if distributed.is_first() else str
     options = make_options(recipe, track, machine, **{**vars(given.options), **decided}, notice=notice)
     if given.dry_run:
         return dry_run(given, recipe, track, machine, options)
+    if given.sample and given.options.save:
+        check_tokenizer(where, track)
     if where is not None:
         outcome = run.resume(where, recipe, track, machine, options)
     else:
         outcome = run.start(recipe, track, machine, options, out=given.out)
-    if not is_first():
+    if not distributed.is_first():
         return 0 if outcome.result.status == "ok" else 1
     return summarize(outcome, given, machine)
+
+
+def check_tokenizer(where: Path | None, track: Track) -> None:
+    """Refuse a tokenizer that cannot write the sample, before the run and not at its end."""
+    theirs = track.locate().tokenizer_path
+    kept = theirs if where is None else where / "tokenizer.json"
+    path = kept if kept.exists() else theirs
+    if path.exists():
+        try:
+            _ = Tokenizer.load(path).bos
+        except UserError as e:
+            raise UserError(f"{e} Restore {path}, or pass --sample False.") from e
 
 
 def folder_to_resume(given: Train, recipe: Recipe, track: Track) -> Path | None:
     """The run to resume; None: a new one begins."""
     there = given.out if given.out and (given.out / "run.json").exists() else None
-    if restarted() and there:
+    if distributed.restarted() and there:
         return there
     if given.resume != "auto":
         return Path(given.resume) if given.resume else None
@@ -236,7 +249,7 @@ def folder_to_resume(given: Train, recipe: Recipe, track: Track) -> Path | None:
 
 def arithmetic_of(folder: Path, machine: MachineOptions) -> MachineOptions:
     """A run keeps the arithmetic that it began with, whatever a trial would choose today."""
-    began = read_run(folder).dtype
+    began = runlog.read_run(folder).dtype
     if machine.dtype not in ("auto", began):
         raise UserError(
             f"{folder} was started with --dtype {began}, not {machine.dtype}; drop that, or start a new run."
@@ -265,10 +278,10 @@ def summarize(outcome: run.Outcome, given: Train, machine: Machine) -> int:
         verdict = "reached" if outcome.reached else "NOT reached"
         say(f"\ntarget       {target:g} {verdict}: validation loss {loss:.4f}")
     else:
-        part = f"the first {given.val_tokens:,} tokens of " if given.val_tokens else ""
+        part = f"the first {plural(given.val_tokens, 'token')} of " if given.val_tokens else ""
         say(f"\nloss         {loss:.4f} on {part}the validation split (no target)")
     timed = "" if result.timed else " (resumed, so not a time that counts)"
-    say(f"trained      {result.train_time:.1f} s on the clock{timed}, {result.steps:,} steps")
+    say(f"trained      {result.train_time:.1f} s on the clock{timed}, {plural(result.steps, 'step')}")
     say(f"tokens       {result.tokens:,}, {result.tokens_per_second:,.0f} per second")
     say(f"peak memory  {', '.join(f'{v:,.0f} MiB {k}' for k, v in result.peak_memory.items())}")
     if given.sample and given.options.save and (outcome.folder / "tokenizer.json").exists():
@@ -286,8 +299,8 @@ def dry_run(given: Train, recipe: Recipe, track: Track, machine: Machine, option
     say(f"{recipe.name} at {recipe.track} size: {found.count / 1e6:.2f} M parameters, nothing is trained\n")
     grid(found.parameters)
     if recipe.optim.snoo.k:
-        say(f"Snoo around all of them, every {recipe.optim.snoo.k} steps; the state holds its copies.")
-    say(f"\n{recipe.schedule.tokens:,} training tokens in {recipe.schedule.total:,} steps")
+        say(f"Snoo around all of them, every {plural(recipe.optim.snoo.k, 'step')}; the state holds its copies.")
+    say(f"\n{plural(recipe.schedule.tokens, 'training token')} in {plural(recipe.schedule.total, 'step')}")
     grid(found.stages)
     say("\nmemory" + (f" of each of {given.nproc} processes" if given.nproc > 1 else ""))
     grid(dryrun.memory_table(found.memory))
@@ -295,6 +308,12 @@ def dry_run(given: Train, recipe: Recipe, track: Track, machine: Machine, option
     if found.problems:
         raise UserError("This run does not fit: " + " ".join(found.problems))
     if found.memory.measured is None:
+        compiled = dataclasses.replace(options, compile=True)
+        if memory_of(recipe, machine, compiled, given.nproc).measured:
+            raise UserError(
+                "It is not known whether this run fits: only compiled passes were measured on "
+                f"{machine.device_reason}; drop --no-compile."
+            )
         raise UserError(
             f"It is not known whether this run fits: what a row of this recipe needs on {machine.device_reason} was "
             "not measured; the table has the native recipes as they are. Repeat this on such a machine."

@@ -9,7 +9,7 @@ import tyro
 
 from speedrun.checks import Count
 from speedrun.cli.common import parse, say
-from speedrun.errors import UserError
+from speedrun.errors import UserError, plural
 from speedrun.experiments import examine, files_of, problems_of_record, replay_sides
 
 
@@ -44,7 +44,7 @@ def main(args: Sequence[str]) -> int:
             say(f"--  {done.problem}")
         else:
             how = f"within {done.worst:.2g}: {done.inexact}" if done.inexact else "to the last bit"
-            say(f"ok  {name}: {done.steps} steps repeated, losses agree {how}")
+            say(f"ok  {name}: {plural(done.steps, 'step')} repeated, losses agree {how}")
     for note in found.notes:
         say(f"??  cannot be known from these files: {note}")
     if problems:

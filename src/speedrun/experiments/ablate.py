@@ -23,33 +23,12 @@ from typing import Any
 from rich.console import Console
 
 from speedrun.checks import AboveZero, Count, NotNegative, Positive
-from speedrun.errors import UserError, nearest
+from speedrun.errors import UserError, nearest, plural
+from speedrun.experiments import trial
 from speedrun.experiments.race import change_recipe
 from speedrun.experiments.statistics import Effect, effect, holm
-from speedrun.experiments.trial import (
-    ROWS,
-    ChildProcesses,
-    ExperimentArgs,
-    NoResult,
-    RowLog,
-    Trial,
-    check_same_plan,
-    run_trial,
-    with_arithmetic,
-    write_recipe,
-)
 from speedrun.tracks import get_track
-from speedrun.training import (
-    Recipe,
-    check_processes,
-    check_ranks,
-    fields_of,
-    fit_to_tokens,
-    scale,
-    source_sha256,
-    usable_cores,
-    with_fields,
-)
+from speedrun.training import Recipe, check_processes, fields_of, run, runlog, scale, usable_cores, with_fields
 
 Changes = dict[str, Any]
 Row = dict[str, Any]
@@ -114,7 +93,7 @@ SWITCHES: dict[str, Changes] = {
 
 
 @dataclass(frozen=True)
-class AblationArgs(ExperimentArgs):
+class AblationArgs(trial.ExperimentArgs):
     set: tuple[str, ...] = ()
     """FIELD=value, changed in every run, such as schedule.steps=200 for a shorter one."""
     switches: tuple[str, ...] = ()
@@ -181,16 +160,16 @@ def run_ablation(args: AblationArgs, console: Console) -> list["Line"]:
     check_processes(args.nproc, args.device)
     _, recipe = change_recipe(args.recipe, get_track(args.track).name, args.set)
     track = args.find_track()
-    recipe = fit_to_tokens(recipe, track.locate(), track)
+    recipe = run.fit_to_tokens(recipe, track.locate(), track)
     recipe = with_fields(recipe, {"validation.first": False, "validation.every": 10**6})
     entrants = variants(recipe, args)
     for entrant in entrants.values():
         scale.check(entrant)
-        check_ranks(entrant, args.nproc)
-    args = with_arithmetic(args, args.out / PLAN, AblationPlan, recipe, args.jobs)
-    plan = AblationPlan(args, recipe, track.files, tuple(entrants), source_sha256())
-    check_same_plan(args.out / PLAN, plan, "an ablation", free=("seeds", "budget", "out", "data"))
-    rows = Rows(args.out / ROWS)
+        run.check_ranks(entrant, args.nproc)
+    args = trial.with_arithmetic(args, args.out / PLAN, AblationPlan, recipe, args.jobs)
+    plan = AblationPlan(args, recipe, track.files, tuple(entrants), runlog.source_sha256())
+    trial.check_same_plan(args.out / PLAN, plan, "an ablation", free=("seeds", "budget", "out", "data"))
+    rows = Rows(args.out / trial.ROWS)
     for number in range(args.seeds):
         seed = args.first_seed + number
         missing = [name for name in entrants if (name, seed) not in rows.known]
@@ -199,7 +178,7 @@ def run_ablation(args: AblationArgs, console: Console) -> list["Line"]:
             console.print(f"the budget of {args.budget:g} minutes allows no further round; raise --budget to continue")
             break
         turn = missing if number % 2 == 0 else missing[::-1]
-        with ThreadPoolExecutor(args.jobs) as pool, ChildProcesses() as processes:
+        with ThreadPoolExecutor(args.jobs) as pool, trial.ChildProcesses() as processes:
             each = partial(execute, args, processes, seed=seed)
             for row in pool.map(each, turn, [entrants[name] for name in turn]):
                 rows.add(row)
@@ -222,7 +201,7 @@ class VariantRun:
     minutes: float
 
 
-class Rows(RowLog):
+class Rows(trial.RowLog):
     def __init__(self, file: Path) -> None:
         super().__init__(file, VariantRun)
 
@@ -236,17 +215,17 @@ class Rows(RowLog):
         return float(sum(own) / len(own)) if own else 0.0
 
 
-def execute(args: AblationArgs, processes: ChildProcesses, name: str, recipe: Recipe, seed: int) -> Row:
+def execute(args: AblationArgs, processes: trial.ChildProcesses, name: str, recipe: Recipe, seed: int) -> Row:
     slug = hashlib.sha256(name.encode()).hexdigest()[:8]
-    file = write_recipe(args.out / "recipes" / f"{slug}-s{seed}.json", recipe)
+    file = trial.write_recipe(args.out / "recipes" / f"{slug}-s{seed}.json", recipe)
     settings = args.settings
     if args.jobs > 1 and settings.threads is None:
         settings = dataclasses.replace(settings, threads=max(1, usable_cores() // (args.jobs * args.nproc)))
-    trial = Trial(file, seed, args.out / "runs" / f"{slug}-s{seed}-{time.time_ns()}", settings, args.data)
+    one = trial.Trial(file, seed, args.out / "runs" / f"{slug}-s{seed}-{time.time_ns()}", settings, args.data)
     began = time.monotonic()
     try:
-        result = run_trial(trial, processes)
-    except NoResult as e:
+        result = trial.run_trial(one, processes)
+    except trial.NoResult as e:
         raise UserError(f"The run without {name!r} ended without a result: {e}.") from e
     ok = result.status == "ok"
     return {
@@ -318,7 +297,7 @@ def ablation_table(lines: list[Line]) -> list[tuple[str, ...]]:
     for line in lines:
         name = line.name if line.name != SHORTER else f"a tenth of the steps less ({SHORTER})"
         if line.loss is None or line.seconds is None:
-            rows.append((name, "0", f"{line.failed} runs failed", "", "", "", "", ""))
+            rows.append((name, "0", f"{plural(line.failed, 'run')} failed", "", "", "", "", ""))
             continue
         e, t = line.loss, line.to_target
         note = f" ({line.failed} failed)" if line.failed else ""

@@ -17,7 +17,7 @@ from speedrun.errors import UserError
 from speedrun.experiments import statistics
 from speedrun.experiments.trial import write_recipe
 from speedrun.files import from_json, read_object, write_json
-from speedrun.training import Recipe, describe_devices, describe_environment, telemetry, to_jsonable
+from speedrun.training import Recipe, runlog, telemetry
 
 PLAN = "plan.json"
 BLOCK = "ABBA"
@@ -115,10 +115,10 @@ class Plan:
         return statistics.levels(self.alpha, runs)[number], statistics.levels(self.alpha, self.looks)[number]
 
     def to_json(self) -> dict[str, Any]:
-        value: dict[str, Any] = to_jsonable(self)
+        value: dict[str, Any] = runlog.to_jsonable(self)
         value["runs"] = [{"name": e.name, "seed": e.seed} for e in self.entries]
         value["levels"] = [dict(zip(("loss", "time"), self.levels(look), strict=True)) for look in self.looks]
-        return dict(json.loads(json.dumps(to_jsonable(value))))
+        return dict(json.loads(json.dumps(runlog.to_jsonable(value))))
 
     def write(self, folder: Path) -> None:
         for side, recipe in self.recipes.items():
@@ -207,7 +207,7 @@ def now() -> str:
 
 
 def this_machine() -> MachineInfo:
-    return machine(describe_environment(), describe_devices(), telemetry.snapshot())
+    return machine(runlog.describe_environment(), runlog.describe_devices(), telemetry.snapshot())
 
 
 def machine(environment: dict[str, Any], devices: Sequence[str], snapshot: dict[str, Any]) -> MachineInfo:

@@ -22,44 +22,20 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from speedrun.checks import Count
 from speedrun.errors import UserError
 from speedrun.experiments import plan as plans
+from speedrun.experiments import trial
 from speedrun.experiments.plan import PLAN, Entry, Plan, recipe_file
 from speedrun.experiments.statistics import ALPHA, FEWEST
 from speedrun.experiments.sweep import field_of, value_of
-from speedrun.experiments.trial import (
-    ChildProcesses,
-    ExperimentArgs,
-    NoResult,
-    Trial,
-    arithmetic_for,
-    check_dtype,
-    has_ended,
-    run_trial,
-)
 from speedrun.experiments.verdict import TEXT, VERDICT, RunSummary, Verdict, decided, judge, read_summary, render
 from speedrun.experiments.verification import INTERRUPTED, MANIFEST, RUNS, Run, examine_run, write_manifest
 from speedrun.files import locked, sha256_file, write_atomic, write_json
 from speedrun.recipes import get_recipe
 from speedrun.tracks import Track, find_track, get_track, own_track
-from speedrun.training import (
-    METRICS,
-    SOURCE,
-    Recipe,
-    as_tuple,
-    check_ranks,
-    check_rules,
-    check_settings,
-    check_supply,
-    fit_to_tokens,
-    hashes,
-    read_metrics,
-    scale,
-    source_sha256,
-    with_fields,
-)
+from speedrun.training import Recipe, as_tuple, check_settings, run, runlog, scale, with_fields
 
 
 @dataclass(frozen=True)
-class RaceArgs(ExperimentArgs):
+class RaceArgs(trial.ExperimentArgs):
     """`recipe` is that of side A, which is to prove something."""
 
     against: str | None = None
@@ -138,21 +114,21 @@ def make_plan(args: RaceArgs, created: str | None = None) -> Plan:
 def plan_for_sides(args: RaceArgs, sides: dict[str, tuple[str, Recipe]], track: Track, created: str, both: str) -> Plan:
     check_settings(args.device, args.dtype, args.nproc)
     if args.dtype == "auto":
-        chosen = {arithmetic_for(recipe, args.settings) for _, recipe in sides.values()}
+        chosen = {trial.arithmetic_for(recipe, args.settings) for _, recipe in sides.values()}
         args = dataclasses.replace(args, dtype="bfloat16" if chosen == {"bfloat16"} else "float32")
     tokens = track.locate()
     assert track.target is not None
-    recipes = {name: fit_to_tokens(recipe, tokens, track) for name, (_, recipe) in sides.items()}
+    recipes = {name: run.fit_to_tokens(recipe, tokens, track) for name, (_, recipe) in sides.items()}
     for recipe in recipes.values():
-        check_rules(recipe, track)
+        run.check_rules(recipe, track)
         scale.check(recipe)
-        check_ranks(recipe, args.nproc)
-        check_supply(recipe, tokens, track)
+        run.check_ranks(recipe, args.nproc)
+        run.check_supply(recipe, tokens, track)
     labels = {name: label for name, (label, _) in sides.items()}
     if len(set(labels.values())) < len(labels):
         labels = {name: f"{label} ({name})" for name, label in labels.items()}
     labels |= {"both": both} if both else {}
-    files = hashes(tokens)
+    files = run.hashes(tokens)
     first = args.seed or 0
     plan = Plan(
         created=created,
@@ -171,7 +147,7 @@ def plan_for_sides(args: RaceArgs, sides: dict[str, tuple[str, Recipe]], track: 
         splits=("val", "shadow") if any("shadow_" in name for name in files) else ("val",),
         settings=args.settings,
         machine=plans.this_machine(),
-        source_sha256=source_sha256(),
+        source_sha256=runlog.source_sha256(),
     )
     plans.check(plan)
     if plan.random_seeds:
@@ -234,19 +210,19 @@ class RaceRunner:
 
     def result_of(self, entry: Entry, tick: Callable[[Entry, int], None]) -> RunSummary:
         path = self.folder / RUNS / entry.name
-        fresh = not has_ended(path)
+        fresh = not trial.has_ended(path)
         if fresh:
-            if source_sha256() != self.plan.source_sha256:
+            if runlog.source_sha256() != self.plan.source_sha256:
                 raise UserError(f"The race in {self.folder} {REFUSALS['source_sha256']} (--out names another folder).")
             self.set_aside(path)
             self.execute(entry, path, tick)
-        run = Run.read(self.folder, entry)
-        problems = examine_run(run, self.plan, self.plan_sha256, path / SOURCE / "speedrun")
+        found = Run.read(self.folder, entry)
+        problems = examine_run(found, self.plan, self.plan_sha256, path / runlog.SOURCE / "speedrun")
         if problems:
             raise UserError(f"The race in {self.folder} cannot go on: {problems[0]}. Begin another with --out.")
         summary = read_summary(path, entry)
-        tick(entry, run.result.steps)
-        outcome = f"loss {summary.loss:.4f} in {summary.time:.2f} s" if run.ok else f"failed: {summary.reason}"
+        tick(entry, found.result.steps)
+        outcome = f"loss {summary.loss:.4f} in {summary.time:.2f} s" if found.ok else f"failed: {summary.reason}"
         number = f"[{entry.number}/{len(self.entries)}]"
         self.console.print(
             f"{number} {self.plan.labels[entry.side]}, seed {entry.seed}: {outcome}"
@@ -269,22 +245,22 @@ class RaceRunner:
 
     def execute(self, entry: Entry, path: Path, tick: Callable[[Entry, int], None]) -> None:
         def poll() -> None:
-            if (path / METRICS).exists():
-                tick(entry, len(read_metrics(path, "train")))
+            if (path / runlog.METRICS).exists():
+                tick(entry, len(runlog.read_metrics(path, "train")))
 
         # A run inherits the lock, so that it holds the race even if this process is killed before it.
         inherited = (self.lock.fileno(),) if self.lock is not None else ()
         shown = poll if self.console.is_terminal else None
         try:
-            run_trial(self.trial(entry, path), ChildProcesses(), poll=shown, pass_fds=inherited)
-        except NoResult as e:
+            trial.run_trial(self.trial(entry, path), trial.ChildProcesses(), poll=shown, pass_fds=inherited)
+        except trial.NoResult as e:
             raise UserError(
                 f"Run {entry.name} ended without a result: {e}. Repair that; the same command continues."
             ) from e
 
-    def trial(self, entry: Entry, path: Path) -> Trial:
+    def trial(self, entry: Entry, path: Path) -> trial.Trial:
         plan = self.plan
-        return Trial(
+        return trial.Trial(
             recipe=self.folder / recipe_file(entry.side),
             seed=entry.seed,
             out=path,
@@ -327,7 +303,7 @@ def keep_dtype(folder: Path, args: RaceArgs) -> RaceArgs:
     """A race that continues keeps the arithmetic of its plan, whatever a trial would choose today."""
     if not (folder / PLAN).exists():
         return args
-    return dataclasses.replace(args, dtype=check_dtype(folder, Plan.read(folder).settings.dtype, args.dtype))
+    return dataclasses.replace(args, dtype=trial.check_dtype(folder, Plan.read(folder).settings.dtype, args.dtype))
 
 
 def run_plan(folder: Path, make: Callable[[str | None], Plan], console: Console) -> Verdict:

@@ -25,7 +25,7 @@ from speedrun.experiments.verdict import TEXT, VERDICT, Verdict
 from speedrun.experiments.verification import ARCHIVE, INTERRUPTED, RUNS, Finding, examine, text_of, write_manifest
 from speedrun.files import new_folder, read_json, read_object, write_atomic, write_json
 from speedrun.templates import render
-from speedrun.training import RUN, SOURCE, differences, modules, source_sha256, to_jsonable
+from speedrun.training import differences, runlog
 
 RECORD, README = "record.json", "README.md"
 
@@ -94,14 +94,15 @@ def submit(race: Path, name: str, root: Path) -> Path:
     with new_folder(folder) as made:
         for file_name in (PLAN, VERDICT, TEXT, *map(recipe_file, plan.recipes)):
             shutil.copyfile(race / file_name, made / file_name)
-        archive(race / RUNS / "001-A" / SOURCE / "speedrun", made / ARCHIVE)  # the same for all runs, by its hash
-        left_out = shutil.ignore_patterns(SOURCE, ".*", "checkpoints", "tokenizer.json")
+        # The same for all runs, by its hash.
+        archive(race / RUNS / "001-A" / runlog.SOURCE / "speedrun", made / ARCHIVE)
+        left_out = shutil.ignore_patterns(runlog.SOURCE, ".*", "checkpoints", "tokenizer.json")
         for part in (RUNS, INTERRUPTED):
             if (race / part).is_dir():
                 shutil.copytree(race / part, made / part, ignore=left_out)
-        for file in made.glob(f"*/*/{RUN}"):
+        for file in made.glob(f"*/*/{runlog.RUN}"):
             write_json(file, anonymous(read_object(file, RESTORE)))
-        write_json(made / RECORD, to_jsonable(record))
+        write_json(made / RECORD, runlog.to_jsonable(record))
         write_atomic(made / README, readme(record, plan, verdict))
         write_manifest(made)
     return folder
@@ -110,7 +111,7 @@ def submit(race: Path, name: str, root: Path) -> Path:
 def archive(package: Path, file: Path) -> None:
     """The modules of a copy of the package in one file, the same bytes at any time."""
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as made:
-        for name, content in modules(package):
+        for name, content in runlog.modules(package):
             made.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
 
 
@@ -228,10 +229,10 @@ def problems_of_record(folder: Path, found: Finding) -> list[str]:
         expected = describe(record.name, found.plan, found.verdict, before)
     except UserError as e:
         return [str(e)]
-    mine, theirs = to_jsonable(expected), to_jsonable(record)
+    mine, theirs = runlog.to_jsonable(expected), runlog.to_jsonable(record)
     odd = [name for name in mine if not agree(mine[name], theirs[name])]
     wrong = [f"{RECORD} does not follow from the race: {', '.join(odd)}"] if odd else []
-    if found.plan.source_sha256 != source_sha256():
+    if found.plan.source_sha256 != runlog.source_sha256():
         found.notes.append(f"whether {README} says what the race says: another version of the program wrote it")
     elif not odd and text_of(folder / README) != readme(record, found.plan, found.verdict):
         wrong.append(f"{README} does not say what the race says")

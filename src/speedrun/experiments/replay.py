@@ -19,7 +19,7 @@ from speedrun.errors import UserError
 from speedrun.experiments.plan import Plan, this_machine
 from speedrun.experiments.verification import Run
 from speedrun.tracks import get_track, own_track
-from speedrun.training import Job, Loop, Options, Progress, RunFolder, Trainer, choose, hashes, source_sha256, warm_up
+from speedrun.training import Job, Loop, Options, Progress, Trainer, choose, hashes, runlog, warm_up
 from speedrun.training import validation_loss as validate
 
 TOLERANCE = 0.01  # of a loss, where bits may differ
@@ -57,7 +57,7 @@ def replay(run: Run, plan: Plan, steps: int, data: Path | None) -> Replay:
     machine = choose(settings.device, about.dtype, about.threads, settings.attention, recipe.model)
     options = Options(run.entry.seed, settings.compile, save=False, val_tokens=plan.val_tokens)
     with tempfile.TemporaryDirectory() as temporary:
-        scratch = RunFolder.create(Path(temporary) / "replay", {}, console=lambda line: None)
+        scratch = runlog.RunFolder.create(Path(temporary) / "replay", {}, console=lambda line: None)
         trainer = Trainer(Job(recipe, tokens, machine, options, scratch, Progress(total, quiet=True)))
         again: list[tuple[str, float]] = []
         try:
@@ -73,7 +73,7 @@ def replay(run: Run, plan: Plan, steps: int, data: Path | None) -> Replay:
             torch.compiler.set_stance("default")
     here, there = this_machine(), plan.machine
     inexact = ""
-    if plan.source_sha256 != source_sha256():
+    if plan.source_sha256 != runlog.source_sha256():
         inexact = "another version of speedrun trained it"
     elif here.devices != ("cpu",) or any(
         getattr(here, k) != getattr(there, k) for k in ("cpu", "torch", "cpu_capability", "devices")

@@ -27,32 +27,22 @@ from rich.console import Console
 from rich.table import Table
 
 from speedrun.checks import AboveZero, NotNegative, Positive
-from speedrun.errors import UserError, nearest
-from speedrun.experiments.trial import (
-    ROWS,
-    ChildProcesses,
-    ExperimentArgs,
-    NoResult,
-    RowLog,
-    Trial,
-    check_same_plan,
-    read_rows,
-    run_trial,
-    with_arithmetic,
-    write_recipe,
-)
+from speedrun.errors import UserError, nearest, plural
+from speedrun.experiments import trial
 from speedrun.files import read_json
 from speedrun.recipes import get_recipe
 from speedrun.tracks import get_track
-from speedrun.training import Recipe, check_processes, check_ranks, fields_of, read_metrics, scale, with_fields
+from speedrun.training import Recipe, check_processes, fields_of, run, runlog, scale, with_fields
 
 CALIBRATION_STEPS = 24
+FREE = ("optim.", "schedule.warmup", "schedule.cooldown", "schedule.min_lr_ratio", "schedule.steps", "validation.")
+"""Fields that cost no time; but optim.clip does."""
 PLAN = "sweep.json"
 Fields = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class SweepArgs(ExperimentArgs):
+class SweepArgs(trial.ExperimentArgs):
     """`recipe` is where the search starts: the first candidate is the recipe as it is."""
 
     vary: tuple[str, ...] = ()
@@ -172,7 +162,7 @@ class SweepRunner:
 
     def __init__(self, args: SweepArgs, base: Recipe, fixed: Fields, console: Console) -> None:
         self.args, self.base, self.fixed, self.console = args, base, fixed, console
-        self.log = RowLog(args.out / ROWS, Candidate)
+        self.log = trial.RowLog(args.out / trial.ROWS, Candidate)
         if self.log.torn:
             console.print(f"the last row of {self.log.file} was torn; it is dropped")
         self.known = {r["key"]: r for r in self.log.rows}
@@ -191,22 +181,14 @@ class SweepRunner:
     def full_steps(self, changes: Fields) -> int:
         recipe = with_fields(self.base, changes)
         scale.check(recipe)
-        check_ranks(recipe, self.args.nproc)
+        run.check_ranks(recipe, self.args.nproc)
         if self.args.clock is None:
             return recipe.schedule.steps
         return max(1, int(self.args.clock / self.step_seconds(changes)))
 
     def step_seconds(self, changes: Fields) -> float:
         """Median step of a short run, shared by candidates that differ only in numbers that cost no time."""
-        free = (
-            "optim.",
-            "schedule.warmup",
-            "schedule.cooldown",
-            "schedule.min_lr_ratio",
-            "schedule.steps",
-            "validation.",
-        )
-        costly = {k: v for k, v in changes.items() if not k.startswith(free) or k == "optim.clip"}
+        costly = {k: v for k, v in changes.items() if not k.startswith(FREE) or k == "optim.clip"}
         row = self.run_once("calibration", costly, seed=0, steps=CALIBRATION_STEPS)
         if row["status"] != "ok":
             raise UserError(f"the timing run failed ({row['status']})")
@@ -232,20 +214,20 @@ class SweepRunner:
         wanted = {**changes, "schedule.steps": steps}
         if kind == "calibration":
             wanted["validation.every"] = 10**9
-        file = write_recipe(self.recipe_file(key), with_fields(self.base, wanted))
+        file = trial.write_recipe(self.recipe_file(key), with_fields(self.base, wanted))
         folder = self.args.out / "runs" / f"{key}-{time.time_ns()}"
-        trial = Trial(file, seed, folder, self.args.settings, self.args.data)
+        one = trial.Trial(file, seed, folder, self.args.settings, self.args.data)
         began = time.monotonic()
         row: dict[str, Any] = {"key": key, "kind": kind, "fields": changes, "seed": seed, "steps": steps}
         try:
-            result = run_trial(trial, ChildProcesses())
-        except NoResult as e:
+            result = trial.run_trial(one, trial.ChildProcesses())
+        except trial.NoResult as e:
             return row | {"minutes": (time.monotonic() - began) / 60, "status": f"no result: {e}", "loss": None}
         row["minutes"] = (time.monotonic() - began) / 60
         ok = result.status == "ok"
         row |= {"status": "ok" if ok else f"{result.status}: {result.reason}", "loss": result.val_loss}
         row |= {"train_time": result.train_time, "tokens": result.tokens}
-        times = [m["time"] for m in read_metrics(folder, "train")]
+        times = [m["time"] for m in runlog.read_metrics(folder, "train")]
         if ok and len(times) > 1:
             row["step_seconds"] = statistics.median(b - a for a, b in itertools.pairwise(times))
         return row
@@ -334,14 +316,14 @@ def run_sweep(args: SweepArgs, console: Console) -> None:
     fixed = dict(fixed_value(text, base) for text in args.fix)
     ranges = [Range.parse(text, base) for text in args.vary]
     check_processes(args.nproc, args.device)
-    check_ranks(with_fields(base, fixed), args.nproc)
+    run.check_ranks(with_fields(base, fixed), args.nproc)
     if args.clock is not None and "schedule.steps" in {*fixed, *(axis.name for axis in ranges)}:
         raise UserError(f"--clock {args.clock:g} decides the steps; drop schedule.steps, or --clock.")
     track = args.find_track()
     track.locate()
-    args = with_arithmetic(args, args.out / PLAN, SweepPlan, with_fields(base, fixed))
+    args = trial.with_arithmetic(args, args.out / PLAN, SweepPlan, with_fields(base, fixed))
     plan = SweepPlan(args, base, track.files if args.data else {})
-    check_same_plan(
+    trial.check_same_plan(
         args.out / PLAN, plan, "a sweep", free=("budget", "out", "data")
     )  # tokens are compared by their hashes
     runner = SweepRunner(args, base, fixed, console)
@@ -388,11 +370,11 @@ def report(runner: SweepRunner, console: Console) -> None:
         console.print(table)
     if ranked and ranked[0][0] < math.inf:
         best = ranked[0][1][0]
-        trial = Trial(runner.recipe_file(best["key"]), best["seed"], Path(), runner.args.settings, runner.args.data)
-        console.print(f"the best of them:\n  {shlex.join(['speedrun', 'train', *trial.flags])}")
+        one = trial.Trial(runner.recipe_file(best["key"]), best["seed"], Path(), runner.args.settings, runner.args.data)
+        console.print(f"the best of them:\n  {shlex.join(['speedrun', 'train', *one.flags])}")
     console.print(f"effort so far, all sweeps in {runner.args.out.parent}:")
     for name, (trials, minutes) in effort(runner.args.out.parent).items():
-        console.print(f"  {name}: {trials} trials, {minutes:.1f} minutes")
+        console.print(f"  {name}: {plural(trials, 'trial')}, {minutes:.1f} minutes")
 
 
 def grouped(rows: list[dict[str, Any]]) -> Iterator[tuple[float, list[dict[str, Any]]]]:
@@ -410,13 +392,10 @@ def effort(folder: Path) -> dict[str, tuple[int, float]]:
     spent: dict[str, tuple[int, float]] = {}
     for plan in sorted(folder.glob(f"*/{PLAN}")):
         try:
-            stored, rows = read_json(plan, SweepPlan, ""), read_rows(plan.with_name(ROWS), Candidate)
+            stored, rows = read_json(plan, SweepPlan, ""), trial.read_rows(plan.with_name(trial.ROWS), Candidate)
         except UserError:
             continue  # another sweep that cannot be read is no reason to lose this one's report
         name = f"{stored.args.recipe} on {'own data' if stored.token_files else stored.args.track}"
         trials, minutes = spent.get(name, (0, 0.0))
-        spent[name] = (
-            trials + sum(r["kind"] == "trial" for r in rows),
-            minutes + sum(r["minutes"] for r in rows),
-        )
+        spent[name] = (trials + sum(r["kind"] == "trial" for r in rows), minutes + sum(r["minutes"] for r in rows))
     return spent

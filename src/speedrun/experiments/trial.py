@@ -24,18 +24,7 @@ from speedrun.errors import Terminated, UserError
 from speedrun.files import DELETE, file_errors, from_json, read_json, read_lines, write_atomic, write_json
 from speedrun.recipes import DEFAULT
 from speedrun.tracks import Track, find_track
-from speedrun.training import (
-    RESULT,
-    Recipe,
-    Result,
-    check_settings,
-    choose,
-    fields_of,
-    read_result,
-    to_dict,
-    to_jsonable,
-    usable_cores,
-)
+from speedrun.training import Recipe, check_settings, choose, fields_of, runlog, to_dict, usable_cores
 
 ROWS = "rows.jsonl"
 RESTORE = "Restore it, or choose another --out."
@@ -108,17 +97,17 @@ def run_trial(
     poll: Callable[[], None] | None = None,
     pass_fds: Sequence[int] = (),
     prefix: Sequence[str] = (),
-) -> Result:
+) -> runlog.Result:
     """Train, and return how the run ended, well or badly; `prefix` stands before the command, such as taskset."""
     done = processes.run([*prefix, *trial.command], poll=poll, pass_fds=pass_fds)
     if not has_ended(trial.out):
         raise NoResult((last_error_line(done.stderr) or f"exit code {done.returncode}").rstrip("."))
-    return read_result(trial.out)
+    return runlog.read_result(trial.out)
 
 
 def has_ended(folder: Path) -> bool:
     """Whether a run came to an end by itself, well or badly."""
-    return (folder / RESULT).exists() and read_result(folder).status in ("ok", "failed")
+    return (folder / runlog.RESULT).exists() and runlog.read_result(folder).status in ("ok", "failed")
 
 
 def last_error_line(errors: str) -> str:
@@ -237,7 +226,7 @@ def with_arithmetic(args: Any, file: Path, kind: type, recipe: Recipe, jobs: int
 def check_same_plan(file: Path, plan: Any, what: str, free: tuple[str, ...]) -> None:
     """Store the plan of a folder, or refuse to continue there with another one; `free` arguments may change."""
     if not file.exists():
-        write_json(file, to_jsonable(plan))
+        write_json(file, runlog.to_jsonable(plan))
         return
     stored, wanted = fields_of(read_json(file, type(plan), RESTORE)), fields_of(plan)
     names = {name: name.removeprefix("args.") for name in wanted if wanted[name] != stored[name]}

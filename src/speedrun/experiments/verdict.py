@@ -19,7 +19,7 @@ import numpy as np
 
 from speedrun.experiments import statistics
 from speedrun.experiments.plan import Entry, Plan
-from speedrun.training import read_metrics, read_result, to_jsonable
+from speedrun.training import runlog
 
 VERDICT, TEXT = "verdict.json", "verdict.txt"
 
@@ -112,16 +112,16 @@ class Verdict:
         return self.verdict in ("valid", "faster")
 
     def to_json(self) -> dict[str, Any]:
-        return dict(json.loads(json.dumps(to_jsonable(self))))
+        return dict(json.loads(json.dumps(runlog.to_jsonable(self))))
 
 
 # -------------------------------------------------------------------- runs
 
 
 def read_summary(folder: Path, entry: Entry) -> RunSummary:
-    result = read_result(folder)
+    result = runlog.read_result(folder)
     ok = result.status == "ok"
-    losses = [(m["kind"], m["step"], m["loss"]) for m in read_metrics(folder) if m["kind"] in ("train", "val")]
+    losses = [(m["kind"], m["step"], m["loss"]) for m in runlog.read_metrics(folder) if m["kind"] in ("train", "val")]
     return RunSummary(
         name=entry.name,
         side=entry.side,
@@ -134,7 +134,7 @@ def read_summary(folder: Path, entry: Entry) -> RunSummary:
         time=result.train_time,
         steps=result.steps,
         tokens=result.tokens,
-        losses_sha256=hashlib.sha256(json.dumps(to_jsonable(losses)).encode()).hexdigest()[:16],
+        losses_sha256=hashlib.sha256(json.dumps(runlog.to_jsonable(losses)).encode()).hexdigest()[:16],
     )
 
 
@@ -228,10 +228,7 @@ def _word(
     a = sides["A"]
     if pairs is not None and pairs.equal < pairs.all:
         odd = pairs.all - pairs.equal
-        return (
-            "failed",
-            f"losses are not bit-equal for {odd} of {pairs.all} seeds, so this is no systems-only change",
-        )
+        return "failed", f"losses are not bit-equal for {odd} of {pairs.all} seeds, so this is no systems-only change"
     assert a.loss  # of at least two runs, none of which failed
     if not a.valid:
         mean = a.loss.mean
@@ -240,16 +237,10 @@ def _word(
         return "inconclusive", f"the losses of {a.label} do not prove the target {plan.target:g} (p={a.p:.4f})"
     proof = "bit-equal losses" if pairs is not None else f"p={a.p:.4f}"
     if time is None:
-        return (
-            "valid",
-            f"the mean loss {a.loss.mean:.4f} of {a.label} is below the target {plan.target:g} ({proof})",
-        )
+        return "valid", f"the mean loss {a.loss.mean:.4f} of {a.label} is below the target {plan.target:g} ({proof})"
     b = sides["B"]
     if not b.valid:
-        return (
-            "valid",
-            f"{a.label} is valid ({proof}), but {b.label} is not (p={b.p:.4f}): no time is compared",
-        )
+        return "valid", f"{a.label} is valid ({proof}), but {b.label} is not (p={b.p:.4f}): no time is compared"
     sure = f"{100 * (1 - time.level):.4g} % confidence, {time.blocks} blocks"
     if time.outcome == "faster":
         return "faster", f"{a.label} is at least {time.low:.3f} times as fast as {b.label} ({sure})"
@@ -317,11 +308,7 @@ def render(verdict: Verdict) -> str:
         line("both", "", f"changed on both sides: {v.both}")
     look = v.look
     if len(look.of) > 1:
-        line(
-            "look",
-            "",
-            f"after {look.unit} {look.after} of {look.of[-1]}, declared: {', '.join(map(str, look.of))}",
-        )
+        line("look", "", f"after {look.unit} {look.after} of {look.of[-1]}, declared: {', '.join(map(str, look.of))}")
     lines += ["", "run    seed        loss     shadow   seconds    status"]
     for r in v.runs:
         found, shadow = ("-" if x is None else f"{x:.4f}" for x in (r.loss, r.shadow))

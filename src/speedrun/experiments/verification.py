@@ -14,28 +14,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from speedrun.errors import UserError
+from speedrun.errors import UserError, plural
 from speedrun.experiments import plan as plans
 from speedrun.experiments.plan import PLAN, Entry, Plan
 from speedrun.experiments.statistics import ALPHA
 from speedrun.experiments.verdict import TEXT, VERDICT, RunSummary, Verdict, decided, judge, read_summary, render
 from speedrun.files import read_json, sha256_file, write_json
 from speedrun.tracks import TRACKS
-from speedrun.training import (
-    LOG,
-    SOURCE,
-    Recipe,
-    Result,
-    RunInfo,
-    check_rules,
-    differences,
-    read_metrics,
-    read_result,
-    read_run,
-    source_sha256,
-    train_line,
-    val_line,
-)
+from speedrun.training import Recipe, check_rules, differences, runlog
 
 RUNS, INTERRUPTED, MANIFEST = "runs", "interrupted", "manifest.json"
 ARCHIVE = "source.zip"  # in a record: the program, once for all runs
@@ -50,8 +36,8 @@ class Run:
 
     entry: Entry
     path: Path
-    about: RunInfo
-    result: Result
+    about: runlog.RunInfo
+    result: runlog.Result
     metrics: list[dict[str, Any]]
     log: list[str]
 
@@ -59,10 +45,10 @@ class Run:
     def read(cls, folder: Path, entry: Entry) -> "Run":
         path = folder / RUNS / entry.name
         try:
-            log = (path / LOG).read_text().splitlines()
+            log = (path / runlog.LOG).read_text().splitlines()
         except (OSError, UnicodeDecodeError) as e:
-            raise UserError(f"{path / LOG} cannot be read ({type(e).__name__}); restore it from a copy.") from e
-        return cls(entry, path, read_run(path), read_result(path), read_metrics(path), log)
+            raise UserError(f"{path / runlog.LOG} cannot be read ({type(e).__name__}); restore it from a copy.") from e
+        return cls(entry, path, runlog.read_run(path), runlog.read_result(path), runlog.read_metrics(path), log)
 
     @property
     def ok(self) -> bool:
@@ -91,7 +77,7 @@ def examine_run(run: Run, plan: Plan, plan_sha256: str, source: Path) -> list[st
         found = [
             *_belongs(run, plan, plan_sha256, source, recipe),
             *_measured(run, plan, recipe),
-            *(_logged(run, recipe) if plan.source_sha256 == source_sha256() else ()),  # the words may be others
+            *(_logged(run, recipe) if plan.source_sha256 == runlog.source_sha256() else ()),  # the words may be others
             *_ended(run, plan, recipe),
             *_clocks(run),
         ]
@@ -133,7 +119,7 @@ def _belongs(run: Run, plan: Plan, plan_sha256: str, source: Path, recipe: Recip
     if about.source_sha256 != plan.source_sha256:
         yield "it ran other code than planned: the hash of its source differs"
     try:
-        there = source_sha256(source) if source.exists() else None
+        there = runlog.source_sha256(source) if source.exists() else None
     except (zipfile.BadZipFile, OSError):
         there = None
     if there != about.source_sha256:
@@ -155,7 +141,7 @@ def _measured(run: Run, plan: Plan, recipe: Recipe) -> Iterator[str]:
     train, val, schedule = run.lines("train"), run.lines("val"), recipe.schedule
     total = schedule.total if run.ok else len(train)
     if [m["step"] for m in train] != list(range(total)) or total > schedule.total:
-        yield f"metrics.jsonl has {len(train)} steps, and not each of {schedule.total} once and in order"
+        yield f"metrics.jsonl has {plural(len(train), 'step')}, and not each of {schedule.total} once and in order"
         return
     odd = next((m for m in train if m["lr"] != schedule.at(m["step"]).lr), None)
     if odd:
@@ -184,9 +170,9 @@ def _logged(run: Run, recipe: Recipe) -> Iterator[str]:
     """log.txt is written from the same numbers as metrics.jsonl, so its lines follow from that."""
     total = recipe.schedule.total
     expected = [
-        train_line(m["step"] + 1, total, m["loss"], 1000 * m["time"])
+        runlog.train_line(m["step"] + 1, total, m["loss"], 1000 * m["time"])
         if m["kind"] == "train"
-        else val_line(m["step"], total, m["loss"], 1000 * m["time"], run.about.options.curve)
+        else runlog.val_line(m["step"], total, m["loss"], 1000 * m["time"], run.about.options.curve)
         for m in run.metrics
         if m["kind"] in ("train", "val")
     ]
@@ -201,7 +187,7 @@ def _ended(run: Run, plan: Plan, recipe: Recipe) -> Iterator[str]:
     """result.json against what was measured on the way."""
     result, train, val = run.result, run.lines("train"), run.lines("val")
     if result.steps != recipe.schedule.total:
-        yield f"result.json has {result.steps} steps, the recipe {recipe.schedule.total}"
+        yield f"result.json has {plural(result.steps, 'step')}, the recipe {recipe.schedule.total}"
     tokens = sum(recipe.schedule.at(step).tokens for step in range(len(train)))
     if result.tokens != tokens:
         yield f"result.json has {result.tokens} tokens, the recipe's steps have {tokens}"
@@ -284,7 +270,7 @@ def examine(folder: Path) -> Finding:
         except UserError as e:
             problems.append(f"{entry.name}: {e}")
             continue
-        own = runs[-1].path / SOURCE / "speedrun"
+        own = runs[-1].path / runlog.SOURCE / "speedrun"
         source = own if own.is_dir() else folder / ARCHIVE
         problems += examine_run(runs[-1], plan, plan_sha256, source)
     problems += [*_in_order(plan, runs), *_alike(runs), *_seeds(plan, runs), *_attempts(folder, runs)]
@@ -373,7 +359,7 @@ def _attempts(folder: Path, runs: list[Run]) -> Iterator[str]:
     """A run that was interrupted and began again has the same first losses, on a CPU."""
     for run in runs:
         for path in sorted((folder / INTERRUPTED).glob(f"{run.entry.name}-*")):
-            earlier = [m["loss"] for m in read_metrics(path, "train")]
+            earlier = [m["loss"] for m in runlog.read_metrics(path, "train")]
             if run.about.devices == ("cpu",) and earlier != _losses(run)[: len(earlier)]:
                 yield f"{run.entry.name} has other losses than its interrupted attempt {path.name}"
 
@@ -396,7 +382,7 @@ def _known(value: Any, stored: Any) -> Any:
 
 def _verdicts(folder: Path, plan: Plan, verdict: Verdict, stored: dict[str, Any]) -> Iterator[str]:
     look = verdict.look.after
-    other_version = plan.source_sha256 != source_sha256()
+    other_version = plan.source_sha256 != runlog.source_sha256()
     again = verdict.to_json()
     again = {**_known(again, stored), "why": stored.get("why")} if other_version else again
     odd = sorted(name for name in {*again, *stored} if not plans.agree(again.get(name, ...), stored.get(name, ...)))

@@ -8,7 +8,7 @@ from pathlib import Path
 from speedrun.errors import UserError
 from speedrun.files import DELETE
 from speedrun.report.draw import Series
-from speedrun.training import RESULT, RunInfo, ScheduleConfig, read_metrics, read_result, read_run
+from speedrun.training import ScheduleConfig, runlog
 
 POINTS = 80  # of a curve in a picture: more would show the noise of single batches
 
@@ -25,10 +25,10 @@ class Curve:
 
     @classmethod
     def read(cls, folder: Path) -> "Curve":
-        about = read_run(folder)
+        about = runlog.read_run(folder)
         schedule = about.recipe.schedule
-        status = read_result(folder).status if (folder / RESULT).exists() else "unfinished"
-        metrics = [m for m in read_metrics(folder) if m["kind"] in ("train", "val")]
+        status = runlog.read_result(folder).status if (folder / runlog.RESULT).exists() else "unfinished"
+        metrics = [m for m in runlog.read_metrics(folder) if m["kind"] in ("train", "val")]
         if not metrics:
             raise UserError(f"{folder} has measured nothing yet; leave it out.")
         last = max(m["step"] for m in metrics)
@@ -42,7 +42,7 @@ class Curve:
         return cls(folder.name, about.track, points("train"), points("val"), status, about.target)
 
     @classmethod
-    def of_record(cls, about: RunInfo) -> "Curve | None":
+    def of_record(cls, about: runlog.RunInfo) -> "Curve | None":
         """The record beside a run, as far as the run goes; tokens are the run's own, and seconds are not known."""
         record, schedule = about.options.curve, about.recipe.schedule
         reached = [(step, loss) for step, loss in record.losses if step <= schedule.total] if record else []

@@ -100,10 +100,7 @@ class Frame:
 
     def at(self, x: float, y: float) -> tuple[float, float]:
         """Values outside stay on the border."""
-        return (
-            self.left + self.width * _share(x, *self.x),
-            self.top + self.height * (1 - _share(y, *self.y)),
-        )
+        return (self.left + self.width * _share(x, *self.x), self.top + self.height * (1 - _share(y, *self.y)))
 
     def axes(
         self,

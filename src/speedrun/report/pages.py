@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from speedrun.errors import UserError
+from speedrun.errors import UserError, plural
 from speedrun.experiments import MANIFEST, PLAN, ROWS, ablate, read_rows, records
 from speedrun.files import read_json, write_atomic
 from speedrun.report import page
@@ -21,7 +21,7 @@ from speedrun.report.page import BAD, GOOD, OPEN, Headline, Rows, Section, finis
 from speedrun.report.race_page import race_page
 from speedrun.report.records import records_svg
 from speedrun.report.sections import Shown, facts, losses, machine, schedules, settings, timeline
-from speedrun.training import RESULT, RUN, Result, RunInfo, read_metrics, read_result, read_run, to_jsonable
+from speedrun.training import runlog
 
 MEASURED = ("warmup_seconds", "wall_seconds", "cpu_seconds")
 
@@ -48,7 +48,7 @@ def page_of(folder: Path, *others: Path) -> str:
         raise UserError(f"There is no folder {folder}. Check the name.")
     kinds: tuple[tuple[str, Callable[[Path], str]], ...] = (
         (PLAN, race_page),
-        (RUN, run_page),
+        (runlog.RUN, run_page),
         (ablate.PLAN, ablation_page),
     )
     for name, make in kinds:
@@ -57,7 +57,8 @@ def page_of(folder: Path, *others: Path) -> str:
     if records.tracks(folder):
         return records_page(folder)
     raise UserError(
-        f"{folder} is no run, race, record or ablation, and holds no records: it has no {RUN}, {PLAN} or {ablate.PLAN}."
+        f"{folder} is no run, race, record or ablation, and holds no records: it has no {runlog.RUN}, {PLAN} or "
+        f"{ablate.PLAN}."
     )
 
 
@@ -65,8 +66,8 @@ def page_of(folder: Path, *others: Path) -> str:
 
 
 def run_page(folder: Path) -> str:
-    about, metrics = read_run(folder), read_metrics(folder)
-    result = read_result(folder) if (folder / RESULT).exists() else None
+    about, metrics = runlog.read_run(folder), runlog.read_metrics(folder)
+    result = runlog.read_result(folder) if (folder / runlog.RESULT).exists() else None
     curve, recipe = Curve.read(folder), about.recipe
     shown = [Shown(curve, COLORS[1])]
     name = folder.resolve().name
@@ -94,7 +95,7 @@ def runs_page(folders: tuple[Path, ...]) -> str:
     looks = [(COLORS[k % len(COLORS)], DASHES[k // len(COLORS) % len(DASHES)]) for k in range(len(curves))]
     shown = [Shown(curve, *look) for curve, look in zip(curves, looks, strict=True)]
     names = [(s.curve.name, s.color, s.dash) for s in shown]
-    recipes = [read_run(folder).recipe for folder in folders]
+    recipes = [runlog.read_run(folder).recipe for folder in folders]
     rows = table(curves)
     measured = [(curve.val[-1][3], curve.name) for curve in curves if curve.val]
     words = "The lowest last validation loss: {:.4f} of {}.".format(*min(measured)) if measured else "No losses yet."
@@ -105,21 +106,21 @@ def runs_page(folders: tuple[Path, ...]) -> str:
             Section("runs", "Runs", [page.table(rows, "in the order they were named")], rows),
             losses(shown, names, "Lines are training losses, smoothed; points are validation losses."),
             schedules(recipes),
-            machine(shown, [read_metrics(folder) for folder in folders], names),
+            machine(shown, [runlog.read_metrics(folder) for folder in folders], names),
             settings({curve.name: recipe for curve, recipe in zip(curves, recipes, strict=True)}),
         ],
     )
 
 
-def run_headline(about: RunInfo, result: Result | None, curve: Curve) -> Headline:
+def run_headline(about: runlog.RunInfo, result: runlog.Result | None, curve: Curve) -> Headline:
     target = about.target
     if result is None:
         done = (curve.train or curve.val)[-1][0]
-        return Headline("unfinished", f"The run has done {done:,} steps and has not ended.", OPEN)
+        return Headline("unfinished", f"The run has done {plural(done, 'step')} and has not ended.", OPEN)
     if result.val_loss is None:  # it failed, or was stopped
         return Headline(result.status, f"{result.reason}.", BAD if result.status == "failed" else OPEN)
     loss = f"Validation loss {result.val_loss:.4f} after {result.train_time:.1f} s on the clock, "
-    loss += f"{result.steps:,} steps and {result.tokens:,} tokens"
+    loss += f"{plural(result.steps, 'step')} and {plural(result.tokens, 'token')}"
     if target is None:
         return Headline("done", f"{loss}.", GOOD)
     reached = result.val_loss <= target
@@ -127,7 +128,7 @@ def run_headline(about: RunInfo, result: Result | None, curve: Curve) -> Headlin
     return Headline(f"target {word}", f"{loss}: {how} the target {target:g}.", GOOD if reached else BAD)
 
 
-def about_run(about: RunInfo, result: Result | None) -> Section:
+def about_run(about: runlog.RunInfo, result: runlog.Result | None) -> Section:
     git, environment = about.git or {}, about.environment
     pairs = [
         ("recipe", about.recipe.name),
@@ -160,7 +161,7 @@ def ablation_page(folder: Path) -> str:
     lines = ablate.lines_of(rows, about.variants)
     title = f"{about.args.recipe} without each of its switches"
     sure = [line.name for line in lines if line.p is not None and line.p < 0.05]
-    words = f"{len(rows)} runs of {len(about.variants)} variants, {about.base.schedule.steps} scheduled "
+    words = f"{plural(len(rows), 'run')} of {len(about.variants)} variants, {about.base.schedule.steps} scheduled "
     words += (
         f"steps each, on the {about.args.track} track. Beyond doubt (p < 0.05, Holm): {', '.join(sure) or 'nothing'}."
     )
@@ -176,7 +177,7 @@ def ablation_page(folder: Path) -> str:
         return format(value, digits.get(name, "")) if value is not None else "-"
 
     shown: Rows = [columns, *(tuple(map(cell, columns, row)) for row in runs[1:])]
-    arguments = [(k, json.dumps(v)) for k, v in to_jsonable(about.args).items()]
+    arguments = [(k, json.dumps(v)) for k, v in runlog.to_jsonable(about.args).items()]
     return finish(
         f"Ablation: {title}",
         Headline("ablation", words),

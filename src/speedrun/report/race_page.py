@@ -5,6 +5,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from speedrun.errors import plural
 from speedrun.experiments import (
     MANIFEST,
     RUNS,
@@ -23,7 +24,7 @@ from speedrun.report.curves import Curve
 from speedrun.report.draw import COLORS, DASHES, Series, chart
 from speedrun.report.page import BAD, GOOD, OPEN, Headline, Rows, Section, finish
 from speedrun.report.sections import Name, Shown, facts, losses, machine, schedules, settings, strips
-from speedrun.training import RESULT, read_metrics
+from speedrun.training import runlog
 
 STATUSES = {"valid": GOOD, "faster": GOOD, "failed": BAD, "slower": BAD, "inconclusive": OPEN}
 
@@ -62,7 +63,7 @@ def race_page(folder: Path) -> str:
 
 def unfinished_race_page(folder: Path) -> str:
     plan = Plan.read(folder)
-    done = [e for e in plan.entries if (folder / RUNS / e.name / RESULT).exists()]
+    done = [e for e in plan.entries if (folder / RUNS / e.name / runlog.RESULT).exists()]
     rows = [read_summary(folder / RUNS / e.name, e) for e in done]
     headline = Headline(
         "unfinished", f"{len(done)} of {len(plan.entries)} planned runs have ended; there is no verdict.", OPEN
@@ -88,7 +89,7 @@ def side_names(plan: Plan) -> list[Name]:
 def raced_curves(folder: Path, rows: list[RunSummary]) -> tuple[list[Shown], list[list[dict[str, Any]]]]:
     paths = [folder / RUNS / row.name for row in rows]
     read = [
-        (Shown(Curve.read(path), *side_look(row.side)), read_metrics(path))
+        (Shown(Curve.read(path), *side_look(row.side)), runlog.read_metrics(path))
         for path, row in zip(paths, rows, strict=True)
     ]
     return [s for s, _ in read], [m for _, m in read]
@@ -152,7 +153,7 @@ def final_losses(plan: Plan, rows: list[RunSummary]) -> Section | None:
     for field, words in (("loss", "validation loss"), ("shadow", "loss on the shadow split")):
         groups = [(plan.labels[s], *side_look(s), good(rows, s, field)) for s in plan.recipes if good(rows, s, field)]
         if groups:
-            means = (f"{name} {statistics.mean(values):.4f} over {len(values)} runs" for name, *_, values in groups)
+            means = (f"{name} {statistics.mean(v):.4f} over {plural(len(v), 'run')}" for name, *_, v in groups)
             target = plan.target if field == "loss" else None
             drawn = strips(f"Final {words}: {'; '.join(means)}.", groups, words, target)
             pictures.append((drawn, f"{words}: every run, mean, 95 % interval"))

@@ -7,6 +7,7 @@ One panel per quantity that changes, all over the same steps.
 
 from collections.abc import Callable, Sequence
 
+from speedrun.errors import plural
 from speedrun.report.draw import COLORS, Frame, Series, picture, text
 from speedrun.training import Recipe, Stage
 
@@ -50,7 +51,7 @@ def schedule_svg(recipe: Recipe) -> str:
     drawn = panels(recipe)
     total = recipe.schedule.total
     height = TOP + len(drawn) * (PANEL + GAP) + 16
-    title = f"{recipe.name} at {recipe.track} size: {total:,} steps"
+    title = f"{recipe.name} at {recipe.track} size: {plural(total, 'step')}"
     if recipe.optim.every > 1:
         title += f"; Adam steps once in {recipe.optim.every}"
     parts = [text(LEFT, 22, title, size=14)]

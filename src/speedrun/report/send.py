@@ -18,7 +18,7 @@ from speedrun.errors import UserError, nearest
 from speedrun.files import file_errors
 from speedrun.report.curves import tokens_by_step
 from speedrun.templates import markdown
-from speedrun.training import RESULT, RunInfo, fields_of, read_metrics, read_result, read_run, to_jsonable
+from speedrun.training import fields_of, runlog
 
 Say = Callable[[str], Any]
 Values = dict[str, float]
@@ -45,7 +45,7 @@ def load(module: str, package: str) -> Any:
 class Tensorboard:
     """Event files that `tensorboard --logdir` shows."""
 
-    def __init__(self, name: str, about: RunInfo, project: str, out: Path) -> None:
+    def __init__(self, name: str, about: runlog.RunInfo, project: str, out: Path) -> None:
         load("tensorboard", "tensorboard")
         folder = out / project / name
         if folder.exists():
@@ -69,7 +69,7 @@ class Tensorboard:
 class Wandb:
     """wandb, or trackio, which has its interface. `WANDB_MODE=offline` keeps it on this machine, as wandb documents."""
 
-    def __init__(self, package: str, name: str, about: RunInfo, project: str, out: Path) -> None:
+    def __init__(self, package: str, name: str, about: runlog.RunInfo, project: str, out: Path) -> None:
         self.module = load(package, package)
         where = {}
         if package == "wandb":
@@ -86,7 +86,7 @@ class Wandb:
         self.module.finish()
 
 
-TRACKERS: dict[str, Callable[[str, RunInfo, str, Path], Tracker]] = {
+TRACKERS: dict[str, Callable[[str, runlog.RunInfo, str, Path], Tracker]] = {
     "tensorboard": Tensorboard,
     "wandb": partial(Wandb, "wandb"),
     "trackio": partial(Wandb, "trackio"),
@@ -96,7 +96,7 @@ TRACKERS: dict[str, Callable[[str, RunInfo, str, Path], Tracker]] = {
 # -------------------------------------------------------------------- what is sent
 
 
-def config_of(about: RunInfo) -> dict[str, Any]:
+def config_of(about: runlog.RunInfo) -> dict[str, Any]:
     """The recipe, flat, and where it ran: what a tracker's table filters by."""
     fields = {k: str(v) if isinstance(v, tuple) else v for k, v in fields_of(about.recipe).items()}
     return {"recipe": about.recipe.name, "track": about.track, "seed": about.seed, **fields}
@@ -104,8 +104,8 @@ def config_of(about: RunInfo) -> dict[str, Any]:
 
 def measured(folder: Path) -> Iterator[tuple[int, Values, float]]:
     """(steps done, values, seconds on the clock), in the order of the run."""
-    schedule = read_run(folder).recipe.schedule
-    lines = read_metrics(folder)
+    schedule = runlog.read_run(folder).recipe.schedule
+    lines = runlog.read_metrics(folder)
     tokens = tokens_by_step(schedule, max((m["step"] for m in lines), default=0))
     done, seconds = 0, 0.0
     for m in lines:
@@ -127,11 +127,11 @@ def send_runs(runs: Sequence[Path], to: str, project: str, out: Path, follow: bo
         raise UserError("No run folder was named; `speedrun send runs/NAME --to tensorboard` sends one.")
     if follow and len(runs) > 1:
         raise UserError(f"--follow goes with one run, not with {len(runs)}; start one command for each.")
-    infos = [read_run(folder) for folder in runs]
+    infos = [runlog.read_run(folder) for folder in runs]
     for folder in runs:
         list(measured(folder))
-        if (folder / RESULT).exists():
-            read_result(folder)
+        if (folder / runlog.RESULT).exists():
+            runlog.read_result(folder)
     for folder, about in zip(runs, infos, strict=True):
         tracker = TRACKERS[to](folder.resolve().name, about, project, out)
         say(f"{folder}: {send(folder, tracker, follow):,} measurements sent to {to}")
@@ -141,13 +141,13 @@ def send(folder: Path, tracker: Tracker, follow: bool) -> int:
     """Send what was measured, and with `follow` what is measured until the run ends; return the number of lines."""
     sent = 0
     while True:
-        ended = (folder / RESULT).exists()  # asked first: a line written after this is read by the next pass
+        ended = (folder / runlog.RESULT).exists()  # asked first: a line written after this is read by the next pass
         for step, values, seconds in list(measured(folder))[sent:]:
             tracker.log(step, values, seconds)
             sent += 1
         if ended or not follow:
             break
         time.sleep(PAUSE)
-    result = to_jsonable(read_result(folder)) if ended else {"status": "unfinished"}
+    result = runlog.to_jsonable(runlog.read_result(folder)) if ended else {"status": "unfinished"}
     tracker.finish({k: v for k, v in result.items() if isinstance(v, str | int | float)})
     return sent

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from speedrun.errors import plural
 from speedrun.training import trace
 
 SHOWN = 3  # waits named per rank
@@ -10,8 +11,8 @@ SHOWN = 3  # waits named per rank
 
 def title(found: Sequence[trace.Summary]) -> str:
     about = found[0].about
-    ranks, steps = about.get("world_size", "?"), found[0].steps
-    return f"{about.get('recipe', '?')}, {ranks} ranks, {about.get('order', '?')} order, {steps} steps"
+    ranks, steps = plural(about.get("world_size", len(found)), "rank"), plural(found[0].steps, "step")
+    return f"{about.get('recipe', '?')}, {ranks}, {about.get('order', '?')} order, {steps}"
 
 
 def rows(found: Sequence[trace.Summary]) -> list[tuple[Any, ...]]:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from speedrun.lazy import lazy
 
 if TYPE_CHECKING:
-    from speedrun.training import checkpoint, dryrun, run, scale, telemetry, trace
+    from speedrun.training import checkpoint, distributed, dryrun, run, runlog, scale, telemetry, trace
     from speedrun.training.clock import synchronize
     from speedrun.training.config import (
         Options,
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
         choose,
         compiler_problem,
     )
-    from speedrun.training.distributed import is_first, joined, launch, may_restart, ranks, restarted
     from speedrun.training.gpus import GPUS
     from speedrun.training.job import Job
     from speedrun.training.load import usable_cores
@@ -38,27 +37,6 @@ if TYPE_CHECKING:
     from speedrun.training.optimizers import MuonPart, OptimConfig, Part, SnooPart
     from speedrun.training.progress import Progress, status
     from speedrun.training.run import check_ranks, check_rules, check_supply, fit_to_tokens, hashes
-    from speedrun.training.runlog import (
-        LOG,
-        METRICS,
-        RESULT,
-        RUN,
-        SOURCE,
-        NullRunFolder,
-        Result,
-        RunFolder,
-        RunInfo,
-        describe_devices,
-        describe_environment,
-        modules,
-        read_metrics,
-        read_result,
-        read_run,
-        source_sha256,
-        to_jsonable,
-        train_line,
-        val_line,
-    )
     from speedrun.training.schedule import ScheduleConfig, Stage
     from speedrun.training.step import Trainer
     from speedrun.training.validate import validate as validation_loss

@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from speedrun.checks import AboveZero, Count, Positive, check_fields
 from speedrun.data import LoaderConfig
-from speedrun.errors import UserError, nearest
+from speedrun.errors import UserError, nearest, plural
 from speedrun.model import GPTConfig
 from speedrun.training.device import CompilerConfig
 from speedrun.training.distributed import TIMEOUT
@@ -80,7 +80,9 @@ class Recipe:
                 f"model.head.untie is {m.head.untie} and schedule.untie_at is {s.untie_at}; set both or neither."
             )
         if s.untie_step is not None and s.untie_step >= s.total:
-            raise UserError(f"schedule.untie_at {s.untie_at} is step {s.untie_step}, but the run has {s.total} steps.")
+            raise UserError(
+                f"schedule.untie_at {s.untie_at} is step {s.untie_step}, but the run has {plural(s.total, 'step')}."
+            )
         if m.attention.yarn and not s.has_windows:
             raise UserError(
                 "model.attention.yarn follows the attention window: set schedule.window_ramp or window_cubic, or turn "

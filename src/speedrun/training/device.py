@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from speedrun.checks import check_fields
-from speedrun.errors import UserError
+from speedrun.errors import UserError, plural
 from speedrun.model import Backend, GPTConfig, choose_backend, has_fp8_units
 from speedrun.training import arithmetic
 from speedrun.training.distributed import is_first, local_rank, neighbours
@@ -111,7 +111,7 @@ def choose(
         upper = f"at most {most}" + ", the value of OMP_THREAD_LIMIT" * (most < MOST_THREADS)
         raise UserError(f"threads is {threads}; it must be {'at least 1' if threads < 1 else upper}.")
     cores, here = usable_cores(), neighbours()
-    why_threads = "as asked" if threads else f"{cores} usable cores" + (f" for {here} processes" if here > 1 else "")
+    why_threads = "as asked" if threads else plural(cores, "usable core") + f" for {here} processes" * (here > 1)
     threads = threads or max(1, cores // here)
     check_dtype(chosen, dtype)
     if dtype == "auto":
@@ -199,7 +199,7 @@ def check_processes(count: int, device: str) -> None:
         raise _absent(device)
     if (named or (device == "auto" and there)) and count > there:
         raise UserError(
-            f"{count} processes were asked for, but torch sees {there} GPU{'s' * (there != 1)} here, and each process "
+            f"{count} processes were asked for, but torch sees {plural(there, 'GPU')} here, and each process "
             f"needs one of its own; start at most {there}, or pass --device cpu."
         )
 

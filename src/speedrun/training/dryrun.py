@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from speedrun.data import TokenFolder
-from speedrun.errors import UserError
+from speedrun.errors import UserError, plural
 from speedrun.model import GPTConfig, Role, flops_per_token
 from speedrun.optim import Muon, TrainerOptimizer, value_at
 from speedrun.tracks import Track
@@ -200,7 +200,7 @@ def turns(values: Sequence[float]) -> list[float]:
 
 
 def memory_table(memory: Memory) -> list[Row]:
-    kept = f"for {memory.rows} row{'s' * (memory.rows > 1)} at once, "
+    kept = f"for {plural(memory.rows, 'row')} at once, "
     kept += "from the compiled graph" if memory.measured else "an estimate, not compiled"
     if memory.measured is None:
         kept = "not measured"

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from speedrun.errors import UserError
+from speedrun.errors import UserError, plural
 from speedrun.model import GPT, Documents, GPTConfig, piece_rows, row_cu_seqlens
 from speedrun.optim import Snoo, TrainerOptimizer, param_refs, plan_buckets
 from speedrun.training import gpus, telemetry
@@ -234,7 +234,7 @@ def problems_of(memory: Memory, recipe: Recipe) -> list[str]:
         fits = left // memory.row
         way = f"pass --micro-batch-size {fits}" if fits else "shorten the rows (--schedule.seq-len)"
         found.append(
-            f"A micro-batch of {memory.rows} row{'s' * (memory.rows > 1)} takes about {gib(memory.activations)} beside "
+            f"A micro-batch of {plural(memory.rows, 'row')} takes about {gib(memory.activations)} beside "
             f"the {gib(memory.fixed)} of weights, gradients and optimizer state, but there are {gib(there)} of memory; "
             f"{way}, or choose another machine."
         )

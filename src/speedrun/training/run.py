@@ -19,7 +19,7 @@ import torch
 
 import speedrun
 from speedrun.data import TokenFolder, fineweb
-from speedrun.errors import UserError
+from speedrun.errors import UserError, plural
 from speedrun.files import locked
 from speedrun.model import GPT
 from speedrun.optim import Comm
@@ -83,13 +83,7 @@ def default_checkpoint_every(recipe: Recipe, track: Track) -> int | None:
 
 
 def start(
-    recipe: Recipe,
-    track: Track,
-    machine: Machine,
-    options: Options,
-    *,
-    out: Path | None = None,
-    quiet: bool = False,
+    recipe: Recipe, track: Track, machine: Machine, options: Options, *, out: Path | None = None, quiet: bool = False
 ) -> Outcome:
     check_rules(recipe, track)
     scale.check(recipe)
@@ -177,10 +171,10 @@ def _resume(job: Job, saved: checkpoint.Checkpoint | None, notices: list[str]) -
         about = read_run(path)
         for notice in notices:  # only now: a resume that cannot go on must not even touch the log
             folder.log(notice)
-        if job.comm.size != about.world_size:
-            folder.log(f"{job.comm.size} ranks, {about.world_size} before: losses may differ in the last bits")
-        if job.machine.threads != about.threads:
-            folder.log(f"{job.machine.threads} threads, {about.threads} before: losses may differ in the last bits")
+        counts = (("rank", job.comm.size, about.world_size), ("thread", job.machine.threads, about.threads))
+        for noun, here, before in counts:
+            if here != before:
+                folder.log(f"{plural(here, noun)}, {before} before: losses may differ in the last bits")
         step = 0 if saved is None else saved.step
         lost = step - sum(line["step"] < step for line in read_metrics(path, "train"))  # damage is refused here
         if lost > 0:
@@ -195,6 +189,7 @@ def _train(job: Job, saved: checkpoint.Checkpoint | None = None) -> Result:
     if job.comm.rank == 0 and tokenizer.exists() and not copy.exists():
         shutil.copyfile(tokenizer, copy)
     with job.progress:
+        job.progress.at("building the model")
         return Loop(Trainer(job)).run(saved)
 
 
@@ -217,7 +212,7 @@ def check_ranks(recipe: Recipe, ranks: int) -> None:
     rows = min(rows for rows, _ in recipe.schedule.shapes())
     if ranks > rows:
         raise UserError(
-            f"There are {ranks} ranks, but a step has only {rows} row{'s' * (rows > 1)} to deal out; "
+            f"There are {ranks} ranks, but a step has only {plural(rows, 'row')} to deal out; "
             f"start at most {rows}, or raise the rows of the schedule."
         )
 

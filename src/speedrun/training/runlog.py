@@ -365,21 +365,9 @@ def _times(step: int, train_time_ms: float) -> str:
 # --- what ran -------------------------------------------------------------------------------------
 
 _PACKAGES = (
-    "speedrun",
-    "torch",
-    "numpy",
-    "scipy",
-    "safetensors",
-    "msgspec",
-    "tokenizers",
-    "tyro",
-    "rich",
-    "platformdirs",
-    "triton",
-    "kernels",
-    "tiktoken",
-    "huggingface-hub",
-)
+    "speedrun", "torch", "numpy", "scipy", "safetensors", "msgspec", "tokenizers", "tyro", "rich",
+    "platformdirs", "triton", "kernels", "tiktoken", "huggingface-hub",
+)  # fmt: skip
 # What can change the arithmetic or the speed of a run, and nothing that could be a secret.
 _VARIABLES = re.compile(
     r"(OMP|GOMP|KMP|MKL|OPENBLAS|VECLIB|BLIS|DNNL|ONEDNN|ATEN|AT|TORCH|TORCHINDUCTOR|PYTORCH|INDUCTOR|TRITON"

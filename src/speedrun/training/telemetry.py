@@ -35,25 +35,23 @@ def snapshot() -> dict[str, Any]:
     return {
         "taken": datetime.now(UTC).isoformat(timespec="seconds"),
         **_told(
-            {
-                "cpu_model": cpu_model,
-                "cpu_logical_cores": usable_cores,
-                "cpu_physical_cores": lambda: min(psutil.cpu_count(logical=False), usable_cores()),
-                "cpu_quota_cores": _quota_cores,
-                "cpu_clock_mhz": lambda: round(psutil.cpu_freq().current, 1) or None,
-                "cpu_temperature_c": _temperature_c,
-                "load_average": lambda: list(psutil.getloadavg()),
-                "memory_total_mib": lambda: psutil.virtual_memory().total / _MIB,
-                "memory_available_mib": lambda: psutil.virtual_memory().available / _MIB,
-                "process_mib": lambda: psutil.Process().memory_info().rss / _MIB,
-                "gpus": _gpus,
-            }
+            cpu_model=cpu_model,
+            cpu_logical_cores=usable_cores,
+            cpu_physical_cores=lambda: min(psutil.cpu_count(logical=False), usable_cores()),
+            cpu_quota_cores=_quota_cores,
+            cpu_clock_mhz=lambda: round(psutil.cpu_freq().current, 1) or None,
+            cpu_temperature_c=_temperature_c,
+            load_average=lambda: list(psutil.getloadavg()),
+            memory_total_mib=lambda: psutil.virtual_memory().total / _MIB,
+            memory_available_mib=lambda: psutil.virtual_memory().available / _MIB,
+            process_mib=lambda: psutil.Process().memory_info().rss / _MIB,
+            gpus=_gpus,
         ),
         **_torch_cuda(),
     }
 
 
-def _told(questions: dict[str, Callable[[], Any]]) -> dict[str, Any]:
+def _told(**questions: Callable[[], Any]) -> dict[str, Any]:
     """The answers of those that have one."""
     answers = {}
     for key, question in questions.items():
@@ -158,17 +156,15 @@ def _gpus() -> list[dict[str, Any]]:
 
     def told(gpu: Any) -> dict[str, Any]:
         return _told(
-            {
-                "name": lambda: nvml.nvmlDeviceGetName(gpu),
-                "driver": nvml.nvmlSystemGetDriverVersion,
-                "memory_total_mib": lambda: nvml.nvmlDeviceGetMemoryInfo(gpu).total / _MIB,
-                "memory_used_mib": lambda: nvml.nvmlDeviceGetMemoryInfo(gpu).used / _MIB,
-                "utilisation_percent": lambda: float(nvml.nvmlDeviceGetUtilizationRates(gpu).gpu),
-                "sm_clock_mhz": lambda: float(nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM)),
-                "memory_clock_mhz": lambda: float(nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM)),
-                "power_watt": lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
-                "temperature_c": lambda: float(nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)),
-            }
+            name=lambda: nvml.nvmlDeviceGetName(gpu),
+            driver=nvml.nvmlSystemGetDriverVersion,
+            memory_total_mib=lambda: nvml.nvmlDeviceGetMemoryInfo(gpu).total / _MIB,
+            memory_used_mib=lambda: nvml.nvmlDeviceGetMemoryInfo(gpu).used / _MIB,
+            utilisation_percent=lambda: float(nvml.nvmlDeviceGetUtilizationRates(gpu).gpu),
+            sm_clock_mhz=lambda: float(nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM)),
+            memory_clock_mhz=lambda: float(nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM)),
+            power_watt=lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
+            temperature_c=lambda: float(nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)),
         )
 
     return [told(nvml.nvmlDeviceGetHandleByIndex(k)) for k in range(nvml.nvmlDeviceGetCount())]
