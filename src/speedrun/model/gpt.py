@@ -23,7 +23,7 @@ from speedrun.model.head import logits_of, loss_sum, targets_ahead
 from speedrun.model.rotary import frequencies, rotary_tables, yarn
 
 __all__ = [
-    "GPT", "MATRICES", "TABLES", "Documents", "GPTConfig", "Role", "Windows", "count_parameters", "flops_per_token",
+    "GPT", "MATRICES", "Documents", "GPTConfig", "Role", "Windows", "count_parameters", "flops_per_token",
 ]  # fmt: skip
 
 Role = Literal[
@@ -45,8 +45,6 @@ ROLES: dict[str, Role] = {  # by the name of the parameter without the numbers o
 }  # fmt: skip
 MATRICES: tuple[Role, ...] = ("attention_qkv", "attention_out", "mlp_up", "mlp_down")
 """Matrices inside the blocks: what Muon can train, and what may be stored in bfloat16."""
-TABLES: tuple[Role, ...] = ("embed", "embed2", "values", "head")
-"""Matrices with a row for each token of the vocabulary."""
 BIGRAM_SIGNS = 8192  # rows of random signs; 500 to 15,000 are all alike
 COUNTED_AS: dict[Role, str] = {
     "embed": "embedding", "embed2": "embedding", "head": "head", "values": "value embeddings",
