@@ -28,6 +28,7 @@ from speedrun.optim.blocks import BlockLayout, Blocks, Matrix, block_layouts, li
 from speedrun.optim.dtensor import gather_full, local_of, local_part
 from speedrun.optim.orthogonalize import Method, Orthogonalizer, check_method, fast_dtype
 from speedrun.optim.polynomial import Coefficients, multiplications
+from speedrun.optim.protocol import Sharding
 from speedrun.optim.spread import OwnedMatrix, Spread, group_by_mesh
 from speedrun.optim.state import Group, named, require, value_at
 from speedrun.optim.work import Work
@@ -90,7 +91,7 @@ class Muon(SpeedrunOptimizer):
     per_parameter: tuple[str, ...] = ("lr_mul", "wd_mul", "blocks", "matrix", "transposed")
     own_keys: tuple[str, ...] = ("method", "momentum_form")
     required: tuple[str, ...] = ("momentum_buffer",)
-    whole_matrices = True
+    sharding: Sharding = "owned"
     replicated_state: tuple[str, ...] = ()  # computed from whole matrices: of a DTensor the same on all ranks
 
     def __init__(

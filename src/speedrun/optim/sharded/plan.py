@@ -9,17 +9,17 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from speedrun.optim.base import SpeedrunOptimizer
+from speedrun.optim.protocol import Sharding
 from speedrun.optim.sharded.foreign import ForeignMember
 from speedrun.optim.state import Group, named
 from speedrun.optim.work import Work
 
-Kind = Literal["owned", "rows", "replicated"]
 Member = SpeedrunOptimizer | ForeignMember
 ALIGNMENT = 64  # bytes, as torch's allocators give them: the speed and the last bits of a product can depend on it
 
@@ -67,7 +67,7 @@ class BucketPlan:
     """Parameters whose gradients are reduced together, and what each rank trains of them."""
 
     label: str
-    kind: Kind
+    kind: Sharding
     slots: tuple[tuple[Slot, ...], ...]  # of each rank
     chunk: int  # elements of what one rank trains, with the gaps between slots
     refs: tuple[ParamRef, ...]
@@ -122,13 +122,13 @@ def plan_buckets(
     """
     matrices: dict[Any, list[ParamRef]] = defaultdict(list)
     small: dict[Any, list[ParamRef]] = defaultdict(list)
-    foreign: dict[ForeignMember, list[ParamRef]] = defaultdict(list)
+    foreign: dict[Any, list[ParamRef]] = defaultdict(list)
     plans = []
     for ref in refs:
         kind = ref.param.dtype, ref.param.device
-        if isinstance(ref.member, ForeignMember):
+        if ref.member.sharding == "replicated":
             foreign[ref.member].append(ref)
-        elif ref.member.whole_matrices:
+        elif ref.member.sharding == "owned":
             matrices[kind].append(ref)
         elif ref.param.numel() < max(1, replicate_below) or ref.param.ndim == 0:
             small[kind].append(ref)
