@@ -27,13 +27,15 @@ def softcap(z: Tensor, config: HeadConfig) -> Tensor:
     With bounds no token can become so unlikely that its one appearance ruins a step.
     """
     c = config.softcap_limit
-    if config.softcap == "tanh":
-        return c * torch.tanh(z / c)
-    if config.softcap == "sigmoid":
-        return c * torch.sigmoid((z + config.softcap_shift) / config.softcap_temperature)
-    if config.softcap == "isru":
-        return c * z * torch.rsqrt(z.square() + c * c)  # cheaper than tanh
-    return z
+    match config.softcap:
+        case "tanh":
+            return c * torch.tanh(z / c)
+        case "sigmoid":
+            return c * torch.sigmoid((z + config.softcap_shift) / config.softcap_temperature)
+        case "isru":
+            return c * z * torch.rsqrt(z.square() + c * c)  # cheaper than tanh
+        case None:
+            return z
 
 
 def logits_of(x_ND: Tensor, weight_VD: Tensor, config: HeadConfig, training: bool = False) -> Tensor:
