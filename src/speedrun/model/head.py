@@ -100,9 +100,8 @@ def loss_sum(
     divided once by the batch's tokens, is the batch's mean.
     """
     rows = piece_rows(len(x_ND), weight_VD)
-    losses = []
-    for x, targets in zip(x_ND.split(rows), targets_MN.split(rows, dim=1), strict=True):
-        losses.append(surprise(logits_of(x, weight_VD, config, training), targets, weights_M, config))
+    pieces = zip(x_ND.split(rows), targets_MN.split(rows, dim=1), strict=True)
+    losses = [surprise(logits_of(x, weight_VD, config, training), t, weights_M, config) for x, t in pieces]
     return sum(losses[1:], losses[0])
 
 

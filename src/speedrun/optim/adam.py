@@ -148,16 +148,13 @@ class Adam(SpeedrunOptimizer):
 
     def _fused(self, numbers: tuple[float, ...], members: list[Work]) -> None:
         lr, beta1, beta2, eps, decay = numbers
+        params, grads = [w.param for w in members], [w.grad for w in members]
+        m, v, steps = ([w.state[key] for w in members] for key in ("exp_avg", "exp_avg_sq", "step"))
         adamw(
-            [w.param for w in members],
-            [w.grad for w in members],
-            [w.state["exp_avg"] for w in members],
-            [w.state["exp_avg_sq"] for w in members],
-            [],
-            [w.state["step"] for w in members],
+            params, grads, m, v, [], steps,
             fused=True, amsgrad=False, beta1=beta1, beta2=beta2, lr=lr, weight_decay=decay, eps=eps, maximize=False,
         )  # fmt: skip
-        increment_version([w.param for w in members])  # the kernel does not count its writes for autograd
+        increment_version(params)  # the kernel does not count its writes for autograd
 
     def _plain(self, w: Work, finite: float | Tensor) -> None:
         group, state = w.group, w.state

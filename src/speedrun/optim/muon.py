@@ -181,13 +181,12 @@ class Muon(SpeedrunOptimizer):
             layout = members[0][1]
             fitting = CHUNK_BYTES // (4 * layout.rows * layout.cols) // 2 * 2  # even: pairs of cores stay busy
             limit = max(MIN_STACK, fitting)
-            chunk: Stack = []
+            chunks: list[Stack] = [[]]
             for member in members:
-                if chunk and sum(g.count for _, g in [*chunk, member]) > limit:
-                    yield self._stacks(chunk)
-                    chunk = []
-                chunk.append(member)
-            yield self._stacks(chunk)
+                if chunks[-1] and sum(g.count for _, g in [*chunks[-1], member]) > limit:
+                    chunks.append([])
+                chunks[-1].append(member)
+            yield from map(self._stacks, chunks)
 
     def _stacks(self, members: Stack) -> list[Stack]:
         stacks: dict[tuple[Any, ...], Stack] = defaultdict(list)

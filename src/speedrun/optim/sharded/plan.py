@@ -17,6 +17,7 @@ from torch import Tensor
 from speedrun.optim.base import SpeedrunOptimizer
 from speedrun.optim.protocol import Sharding
 from speedrun.optim.sharded.foreign import ForeignMember
+from speedrun.optim.spread import assign
 from speedrun.optim.state import Group, named
 from speedrun.optim.work import Work
 
@@ -175,9 +176,8 @@ def _owned(label: str, refs: Sequence[ParamRef], load: list[float]) -> BucketPla
     Then the share with the largest effort goes to the rank with the least so far, which is its `load`.
     """
     ranks = range(len(load))
-    shares: list[list[ParamRef]] = [[] for _ in ranks]
-    for ref in sorted(refs, key=lambda r: -r.param.numel()):
-        min(shares, key=lambda share: sum(r.param.numel() for r in share)).append(ref)
+    placed = list(zip(refs, assign([ref.param.numel() for ref in refs], len(load)), strict=True))
+    shares = [[ref for ref, place in placed if place == share] for share in ranks]
     costs = [sum(ref.cost() for ref in share) for share in shares]
     least_first = sorted(ranks, key=lambda rank: load[rank])
     most_first = sorted(ranks, key=lambda share: -costs[share])
@@ -186,9 +186,7 @@ def _owned(label: str, refs: Sequence[ParamRef], load: list[float]) -> BucketPla
         load[rank] += costs[share_of[rank]]
     step = ALIGNMENT // refs[0].param.itemsize
     slots, sizes = zip(*(_consecutive(shares[share_of[rank]], step) for rank in ranks), strict=True)
-    place = {ref: k for k, ref in enumerate(refs)}
-    in_order = tuple(tuple(sorted(mine, key=lambda slot: place[slot.ref])) for mine in slots)
-    return BucketPlan(label, "owned", in_order, max(sizes), tuple(refs))
+    return BucketPlan(label, "owned", slots, max(sizes), tuple(refs))
 
 
 def _consecutive(refs: Sequence[ParamRef], step: int) -> tuple[tuple[Slot, ...], int]:
