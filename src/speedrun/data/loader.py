@@ -340,13 +340,10 @@ def validation_batches(
     size = batch_size * seq_len
     for begin in range(0, wanted, size):
         end = min(begin + size, wanted)  # predictions begin:end, from tokens begin:end + 1
-        taken = np.concatenate(
-            [s[max(0, begin - e) : max(0, end + 1 - e)] for s, e in zip(opened, edges, strict=False)]
-        )
-        inputs = np.full(size, bos, dtype=np.int64)
-        targets = np.full(size, IGNORED, dtype=np.int64)
-        inputs[: end - begin] = taken[:-1]
-        targets[: end - begin] = taken[1:]
+        parts = [s[max(0, begin - e) : max(0, end + 1 - e)] for s, e in zip(opened, edges, strict=False)]
+        taken, missing = np.concatenate(parts).astype(np.int64), (0, begin + size - end)
+        inputs = np.pad(taken[:-1], missing, constant_values=bos)
+        targets = np.pad(taken[1:], missing, constant_values=IGNORED)
         starts = None
         if packing == "documents":
             inner = np.flatnonzero(inputs[: end - begin] == bos)

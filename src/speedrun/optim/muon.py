@@ -131,12 +131,9 @@ class Muon(SpeedrunOptimizer):
 
     def cost(self, p: Tensor, group: Group, index: int) -> float:
         """The multiplications of its orthogonalisation, and its passes through memory as multiplications."""
-        dtype = group["dtype"] or fast_dtype(p.device)
-        products = (
-            layout.count * multiplications(layout.rows, layout.cols, group["steps"], dtype, p.device)
-            for layout in block_layouts(p.shape, group, index)
-        )
-        return sum(products) + WEIGHT_COST * p.numel()
+        how = group["steps"], group["dtype"] or fast_dtype(p.device), p.device
+        layouts = block_layouts(p.shape, group, index)
+        return sum(g.count * multiplications(g.rows, g.cols, *how) for g in layouts) + WEIGHT_COST * p.numel()
 
     # ------------------------------------------------------------------ step
 
@@ -292,14 +289,11 @@ class Muon(SpeedrunOptimizer):
     def _scale(w: Work, like: Tensor) -> float | Tensor:
         """The factor of the update: one number, or one for each weight of `like` where blocks differ in height."""
         layouts = block_layouts(w.shape, w.group, w.index)
-        scales = [update_scale(w.group["scale"], layout.rows, layout.cols) for layout in layouts]
+        scales = [update_scale(w.group["scale"], g.rows, g.cols) for g in layouts]
         if len(layouts) == 1:
             return scales[0]
-        matrix = layouts[0].matrix
-        parts = [
-            like.new_full((matrix.lead, layout.a * layout.rows, matrix.width), scale)
-            for layout, scale in zip(layouts, scales, strict=True)
-        ]
+        matrix, pairs = layouts[0].matrix, zip(layouts, scales, strict=True)
+        parts = [like.new_full((matrix.lead, g.a * g.rows, matrix.width), scale) for g, scale in pairs]
         return local_part(matrix.restore(torch.cat(parts, dim=-2)), w.home)
 
     @staticmethod
@@ -354,10 +348,8 @@ class NorMuon(Muon):
 
     def _state_shapes(self, p: Tensor, group: Group) -> dict[str, tuple[int, ...] | None]:
         index = next(i for i, q in enumerate(group["params"]) if q is p)
-        shapes = [
-            self._moment_shape(layout, value_at(group["axis"], index))
-            for layout in block_layouts(p.shape, group, index)
-        ]
+        axis = value_at(group["axis"], index)
+        shapes = [self._moment_shape(layout, axis) for layout in block_layouts(p.shape, group, index)]
         whole = shapes[0] if len(shapes) == 1 else (sum(map(math.prod, shapes)),)
         return {**super()._state_shapes(p, group), "second_moment": whole}
 
