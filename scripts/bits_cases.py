@@ -55,7 +55,7 @@ MORE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "interleaved",
         {
             "model.head.fp8": True, "model.head.fp8_scales": (0.1, 0.01, 0.001), "optim.clip": 0.5,
-            "optim.row_beta1": True, "loader.shuffle": None, "loader.tail": "discard",
+            "loader.shuffle": None, "loader.tail": "discard",
             "optim.muon.nesterov": False, "optim.muon.steps": 4, "optim.muon.beta2": 0.9, "optim.muon.momentum": 0.9,
             "schedule.momentum_warmup": 0, "schedule.momentum_cooldown": 0, "compiler.coordinate_descent": True,
             "model.head.softcap_temperature": 5.0,

@@ -50,7 +50,6 @@ QUESTIONS = {
     "findings": [
         Entrant("as the recipe", "interleaved", SHORT),
         Entrant("bf16 without the remainder", "interleaved", {**SHORT, "optim.weights": "bf16"}),
-        Entrant("beta1 by frequency", "interleaved", {**SHORT, "optim.row_beta1": True}),
     ],
 }
 

@@ -42,9 +42,7 @@ def build(kind: str, net: nn.Module) -> torch.optim.Optimizer:
         "adam": lambda: Adam(net.named_parameters(), lr=0.01),
         "muon": lambda: Muon(matrices, update_ema=0.2),
         "normuon": lambda: NorMuon(matrices, weight_decay=0.1),
-        "combined": lambda: Combined(
-            NorMuon(matrices[:1]), Adam(matrices[1:], row_beta1=True), Adam(vectors, lr=0.01, every=2)
-        ),
+        "combined": lambda: Combined(NorMuon(matrices[:1]), Adam(matrices[1:]), Adam(vectors, lr=0.01, every=2)),
         "snoo": lambda: Snoo(Combined(NorMuon(matrices), Adam(vectors, lr=0.01, every=2)), k=3),
         "snoo of another package's": lambda: Snoo(torch.optim.AdamW(net.parameters(), lr=0.01), k=3),
     }
@@ -185,7 +183,6 @@ def misfits(rank: int, size: int) -> dict[str, Any]:
         "plain": said_by(lambda: Adam([("w", spread(None))]).load_state_dict(state)),
         "mesh": said_by(lambda: Adam([("w", spread(mesh["stage"], Shard(0)))]).load_state_dict(state)),
         "rows": said_by(lambda: kept.load_state_dict(trained(spread(None, rows=12)).state_dict())),
-        "row_beta1": said_by(lambda: Adam([("w", spread(shard, Shard(1)))], row_beta1=True)),
     }
     assert not kept.state
     for other in (Shard(1), Replicate()):  # the same mesh, otherwise laid out
@@ -214,7 +211,6 @@ def test_a_state_that_lies_otherwise_is_moved_or_refused(tmp_path: Path) -> None
         assert "The state 'exp_avg' of w is on DeviceMesh" in said["mesh"]
         assert "Load it with torch.distributed.checkpoint" in said["mesh"]
         assert said["rows"] == "The state 'exp_avg' of w has shape (12, 6), but this model's needs (11, 6)."
-        assert "row_beta1 is on for w, which has no rows: its rows are cut" in said["row_beta1"]
         assert said["gradient"].startswith("The gradient of w is not cut as the parameter is")
 
 

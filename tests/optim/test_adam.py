@@ -86,35 +86,6 @@ def test_gradients_that_wait_survive_a_checkpoint() -> None:
     assert torch.equal(straight[0], resumed[0])
 
 
-def test_rows_that_are_rarely_seen_stop_moving_sooner() -> None:
-    """With row_beta1 a row that had one gradient moves once; with plain Adam it drifts on."""
-    drift = {}
-    for row_beta1 in (False, True):
-        table = nn.Parameter(torch.zeros(2, 3))
-        optimizer = Adam([table], lr=0.01, betas=(0.9, 0.95), row_beta1=row_beta1)
-        for step in range(40):
-            table.grad = torch.zeros(2, 3)
-            table.grad[0] = 1.0  # a frequent row
-            table.grad[1] = 1.0 if step == 20 else 0.0  # a rare one
-            optimizer.step()
-            if step == 20:
-                at = table.detach()[1].clone()
-        drift[row_beta1] = (table.detach()[1] - at).norm().item()
-        assert table.detach()[0].mean() < -0.3, "the frequent row is trained as ever"
-    assert drift[True] < 0.3 * drift[False]
-
-
-def test_row_beta1_is_plain_adam_when_every_row_is_always_seen() -> None:
-    a, b = parameters([(4, 3)], dtype=torch.float64), parameters([(4, 3)], dtype=torch.float64)
-    one, two = Adam(a, lr=0.01, row_beta1=True), Adam(b, lr=0.01)
-    for step in range(5):
-        give(a, step)
-        give(b, step)
-        one.step()
-        two.step()
-    torch.testing.assert_close(a[0], b[0], atol=1e-12, rtol=0)
-
-
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -131,11 +102,6 @@ def test_row_beta1_is_plain_adam_when_every_row_is_always_seen() -> None:
 def test_bad_options_are_refused_by_name_and_value(options, sentence) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)):
         Adam([nn.Parameter(torch.ones(3))], **options)
-
-
-def test_row_beta1_needs_rows() -> None:
-    with pytest.raises(ValueError, match=r"row_beta1 is on for gain, which has no rows: its shape is \(3,\)"):
-        Adam([("gain", nn.Parameter(torch.ones(3)))], row_beta1=True)
 
 
 # -------------------------------------------------------------------- strides

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from speedrun.model.gpt import COUNTED_AS, GPT, MATRICES, ROLES, TABLES, Role
+from speedrun.model.gpt import COUNTED_AS, GPT, MATRICES, ROLES, Role
 from speedrun.recipes import LINEAGE, get_recipe
 from speedrun.training.optimizers import PARTS, build_optimizer, part_of
 from tests.recipes.test_native_scale import part_of as part_of_name
@@ -16,7 +16,7 @@ def test_every_role_is_counted_and_has_its_settings() -> None:
     roles = set(get_args(Role))
     assert set(ROLES.values()) == set(COUNTED_AS) == roles
     assert {part_of(role) for role in roles} == set(PARTS)
-    assert set(MATRICES) | set(TABLES) < roles
+    assert set(MATRICES) < roles
 
 
 @pytest.mark.parametrize("name", LINEAGE)

@@ -52,10 +52,8 @@ class DocumentOrder:
 def find_documents(tokens: np.ndarray, bos: int, *, headless: bool) -> np.ndarray:
     """Where documents begin in tokens (N,), as int64. `headless`: tokens before the first separator are one."""
     found = [np.flatnonzero(tokens[begin : begin + CHUNK] == bos) + begin for begin in range(0, len(tokens), CHUNK)]
-    doc_starts = np.concatenate([np.empty(0, dtype=np.int64), *found])
-    if headless and len(tokens) and tokens[0] != bos:
-        doc_starts = np.concatenate((np.zeros(1, dtype=np.int64), doc_starts))
-    return doc_starts
+    first = [0] if headless and len(tokens) and tokens[0] != bos else []
+    return np.concatenate([np.array(first, dtype=np.int64), *found])
 
 
 def piece_starts(inner: np.ndarray, rows: int, seq_len: int, max_doc_len: int) -> list[np.ndarray]:

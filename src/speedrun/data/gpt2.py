@@ -62,14 +62,7 @@ def tokenizer_json(merges: str, vocabulary: dict[str, int]) -> str:
         "merges": [line.split(" ") for line in merges.split("\n")[1:] if line],
     }
     value = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [separator],
-        "normalizer": None,
-        "pre_tokenizer": byte_level,
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": model,
-    }
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [separator], "normalizer": None,
+        "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level, "model": model,
+    }  # fmt: skip
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")) + "\n"

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -133,9 +134,9 @@ class Loader:
         self._packed = config.packing == "documents"
         self._discard = self._packed and config.tail == "discard"
         self._epoch, self._shard, self._position = 0, 0, 0
-        self._opened: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
-        self._arranged: tuple[tuple[int, int], DocumentOrder] | None = None
-        self._dealt: tuple[tuple[int, int, int], np.ndarray] | None = None
+        self._documents = lru_cache(OPEN_SHARDS)(self._find_documents)
+        self._line = lru_cache(1)(self._arrange)
+        self._deal = lru_cache(1)(self._draw)
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self._epoch, "shard": self._shard, "position": self._position}
@@ -190,7 +191,7 @@ class Loader:
         if self.config.shuffle == "sequences" and not self._discard:
             # The position counts tokens, so that it keeps its meaning when the length of the rows changes.
             done = -(-position // seq_len)
-            chosen = self._deal(place, (int(line.cu_seqlens[-1]) - 1) // seq_len, seq_len)[done : done + rows]
+            chosen = self._deal(*place, (int(line.cu_seqlens[-1]) - 1) // seq_len, seq_len)[done : done + rows]
             return [int(row) * seq_len for row in chosen], (done + len(chosen)) * seq_len
         if not self._discard:
             count = max(0, min(rows, (int(line.cu_seqlens[-1]) - 1 - position) // seq_len))
@@ -211,7 +212,6 @@ class Loader:
         self, line: DocumentOrder, places: Sequence[int], seq_len: int
     ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
         """Inputs (R, T), targets (R, T) and starts of the rows that begin at these places of the line."""
-        count = len(places)
         starts: list[np.ndarray] = []
         if self._discard:  # little is left out between two rows, so they are read in one go
             begin = places[0]
@@ -219,20 +219,17 @@ class Loader:
             taken = np.stack([stretch[place - begin : place - begin + seq_len + 1] for place in places])  # (R, T + 1)
             first, last = line.between(np.array(places), seq_len)
             starts = [line.cu_seqlens[a - 1 : b] - line.cu_seqlens[a - 1] for a, b in zip(first, last, strict=True)]
-            return taken[:, :-1].astype(np.int64), taken[:, 1:].astype(np.int64), starts
-        if self.config.shuffle == "sequences":
+        elif self.config.shuffle == "sequences":
             taken = np.stack([line.read(place, place + seq_len + 1) for place in places])  # (R, T + 1)
             if self._packed:
                 inner = [line.inner(place, place + seq_len) for place in places]
                 starts = [piece_starts(begins, 1, seq_len, self.config.max_doc_len)[0] for begins in inner]
-            return taken[:, :-1].astype(np.int64), taken[:, 1:].astype(np.int64), starts
-        begin, end = places[0], places[0] + count * seq_len  # the rows lie end to end
-        stretch = line.read(begin, end + 1)
-        inputs = stretch[:-1].astype(np.int64).reshape(count, seq_len)
-        targets = stretch[1:].astype(np.int64).reshape(count, seq_len)
-        if self._packed:
-            starts = piece_starts(line.inner(begin, end), count, seq_len, self.config.max_doc_len)
-        return inputs, targets, starts
+        else:
+            begin, end = places[0], places[-1] + seq_len  # the rows lie end to end
+            taken = np.lib.stride_tricks.sliding_window_view(line.read(begin, end + 1), seq_len + 1)[::seq_len]
+            if self._packed:
+                starts = piece_starts(line.inner(begin, end), len(places), seq_len, self.config.max_doc_len)
+        return taken[:, :-1].astype(np.int64), taken[:, 1:].astype(np.int64), starts
 
     def _batch(self, parts: list[tuple[np.ndarray, np.ndarray, list[np.ndarray]]]) -> Batch:
         inputs, targets = parts[0][:2]
@@ -244,29 +241,22 @@ class Loader:
 
     # --- shards ---
 
-    def _line(self, epoch: int, shard: int) -> DocumentOrder:
-        if self._arranged is None or self._arranged[0] != (epoch, shard):
-            index = int(self._draw(epoch, len(self.shards), len(self.shards))[shard])
-            tokens, begins, lengths = self._open(index)
-            if self.config.shuffle is not None:
-                order = self._draw(epoch, index, len(begins))
-                begins, lengths = begins[order], lengths[order]
-            if self._discard:
-                lengths = np.minimum(lengths, self.config.max_doc_len)
-            cu_seqlens = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(lengths)))
-            sequential = self.config.shuffle is None and not self._discard
-            self._arranged = (epoch, shard), DocumentOrder(tokens, begins, cu_seqlens, sequential)
-        return self._arranged[1]
-
-    def _deal(self, place: tuple[int, int], count: int, seq_len: int) -> np.ndarray:
-        """The order of the `count` rows of this length in the line of (epoch, shard)."""
-        if self._dealt is None or self._dealt[0] != (*place, seq_len):
-            self._dealt = (*place, seq_len), self._draw(*place, count, seq_len)
-        return self._dealt[1]
+    def _arrange(self, epoch: int, shard: int) -> DocumentOrder:
+        """The line of (epoch, shard)."""
+        index = int(self._draw(epoch, len(self.shards), len(self.shards))[shard])
+        tokens, begins, lengths = self._documents(index)
+        if self.config.shuffle is not None:
+            order = self._draw(epoch, index, len(begins))
+            begins, lengths = begins[order], lengths[order]
+        if self._discard:
+            lengths = np.minimum(lengths, self.config.max_doc_len)
+        cu_seqlens = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(lengths)))
+        sequential = self.config.shuffle is None and not self._discard
+        return DocumentOrder(tokens, begins, cu_seqlens, sequential)
 
     def _draw(self, epoch: int, what: int, count: int, seq_len: int | None = None) -> np.ndarray:
         """An order of `count` things: the documents of shard `what`, or the shards if it is their number, or
-        (with `length`) the rows of the shard at place `what`."""
+        (with `seq_len`) the rows of the shard at place `what`."""
         if self.config.shuffle is None:
             return np.arange(count)
         # Raw output of a bit generator is the one thing numpy promises not to change between versions.
@@ -274,21 +264,16 @@ class Loader:
         raw = np.random.Philox(np.random.SeedSequence(entropy)).random_raw(count)
         return np.argsort(raw, kind="stable")
 
-    def _open(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _find_documents(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens of a shard, and where its documents begin and how long they are."""
-        if index not in self._opened:
-            tokens = open_shard(self.shards[index], self.vocab_size)
-            begins = find_documents(tokens, self.bos, headless=not self._discard)
-            lengths = np.diff(begins, append=len(tokens))
-            while len(self._opened) >= OPEN_SHARDS:
-                del self._opened[next(iter(self._opened))]
-            self._opened[index] = tokens, begins, lengths
-        return self._opened[index]
+        tokens = open_shard(self.shards[index], self.vocab_size)
+        begins = find_documents(tokens, self.bos, headless=not self._discard)
+        return tokens, begins, np.diff(begins, append=len(tokens))
 
     def _too_short(self, seq_len: int) -> UserError:
         most = 0
         for index in range(len(self.shards)):
-            lengths = self._open(index)[2]
+            lengths = self._documents(index)[2]
             most = max(most, int((np.minimum(lengths, self.config.max_doc_len) if self._discard else lengths).sum()))
         return UserError(
             f"No row of {seq_len} tokens can be made: it takes {seq_len + 1} tokens of one shard, and the largest "
@@ -355,13 +340,10 @@ def validation_batches(
     size = batch_size * seq_len
     for begin in range(0, wanted, size):
         end = min(begin + size, wanted)  # predictions begin:end, from tokens begin:end + 1
-        taken = np.concatenate(
-            [s[max(0, begin - e) : max(0, end + 1 - e)] for s, e in zip(opened, edges, strict=False)]
-        )
-        inputs = np.full(size, bos, dtype=np.int64)
-        targets = np.full(size, IGNORED, dtype=np.int64)
-        inputs[: end - begin] = taken[:-1]
-        targets[: end - begin] = taken[1:]
+        parts = [s[max(0, begin - e) : max(0, end + 1 - e)] for s, e in zip(opened, edges, strict=False)]
+        taken, missing = np.concatenate(parts).astype(np.int64), (0, begin + size - end)
+        inputs = np.pad(taken[:-1], missing, constant_values=bos)
+        targets = np.pad(taken[1:], missing, constant_values=IGNORED)
         starts = None
         if packing == "documents":
             inner = np.flatnonzero(inputs[: end - begin] == bos)

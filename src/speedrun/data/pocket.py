@@ -119,17 +119,13 @@ def clean(text: str) -> str:
 
 
 def split_documents(book: str) -> list[str]:
-    documents: list[str] = []
-    pending: list[str] = []
+    documents: list[list[str]] = [[]]
     for paragraph in book.split("\n\n"):
         for piece in _cut(paragraph):
-            pending.append(piece)
-            if sum(map(len, pending)) + 2 * (len(pending) - 1) >= DOCUMENT_CHARACTERS:
-                documents.append("\n\n".join(pending))
-                pending = []
-    if pending:
-        documents.append("\n\n".join(pending))
-    return documents
+            documents[-1].append(piece)
+            if len("\n\n".join(documents[-1])) >= DOCUMENT_CHARACTERS:
+                documents.append([])
+    return ["\n\n".join(pieces) for pieces in documents if pieces]
 
 
 def _cut(paragraph: str) -> Iterator[str]:
@@ -162,11 +158,8 @@ def split_corpus(books: dict[str, str]) -> dict[str, list[str]]:
 
 def encode_documents(tokenizer: Tokenizer, documents: list[str]) -> np.ndarray:
     """One stream, (N,) uint16, with the separator in front of every document."""
-    parts: list[np.ndarray] = []
-    for begin in range(0, len(documents), 512):
-        for ids in tokenizer.encode_batch(documents[begin : begin + 512]):
-            parts.append(np.array([tokenizer.bos, *ids], dtype=np.uint16))
-    return np.concatenate(parts)
+    batches = (tokenizer.encode_batch(documents[begin : begin + 512]) for begin in range(0, len(documents), 512))
+    return np.concatenate([np.array([tokenizer.bos, *ids], dtype=np.uint16) for batch in batches for ids in batch])
 
 
 def prepare(*, notice: Notice = print) -> TokenFolder:

@@ -25,13 +25,8 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
     found: dict[Path, Path] = {}
     for path in paths:
         if path.is_dir():
-            inside = sorted(
-                file
-                for file in path.rglob("*")
-                if file.suffix.lower() in SUFFIXES
-                and file.is_file()
-                and not any(part.startswith(".") for part in file.relative_to(path).parts)
-            )
+            files = (file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+            inside = sorted(f for f in files if not any(part.startswith(".") for part in f.relative_to(path).parts))
             if not inside:
                 raise UserError(f"The folder {path} has no .jsonl, .md or .txt files; name the files themselves.")
             for file in inside:

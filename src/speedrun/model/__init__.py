@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         ResidualConfig,
     )
     from speedrun.model.flash import row_cu_seqlens
-    from speedrun.model.gpt import GPT, MATRICES, TABLES, Role, count_parameters, flops_per_token
+    from speedrun.model.gpt import GPT, MATRICES, Role, count_parameters, flops_per_token
     from speedrun.model.head import describe_fp8, fp8_linear, has_fp8_units, piece_rows
 else:
     __getattr__, __all__ = lazy(__name__)

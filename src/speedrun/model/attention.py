@@ -232,15 +232,9 @@ def attend(
         q_BTHK, k_BTHK, v_BTHK = (x.to(torch.get_autocast_dtype(kind)) for x in (q_BTHK, k_BTHK, v_BTHK))
     assert shared.cu_seqlens is not None
     return attend_flash(
-        shared.backend,
-        q_BTHK,
-        k_BTHK,
-        v_BTHK,
-        cu_seqlens=shared.cu_seqlens,
-        max_seqlen=shared.max_seqlen,
-        window=window,
-        scale=scale,
-    )
+        shared.backend, q_BTHK, k_BTHK, v_BTHK,
+        cu_seqlens=shared.cu_seqlens, max_seqlen=shared.max_seqlen, window=window, scale=scale,
+    )  # fmt: skip
 
 
 def attend_masked(

@@ -6,7 +6,8 @@ width, H heads, K head width, G gate inputs.
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -155,6 +156,12 @@ class Attention(nn.Module):
         return torch.cat([parts[0][0], parts[1][1], parts[0][2], parts[1][3]], dim=-1)
 
 
+# The square of ReLU is cheaper than GELU, and learns a little better (Primer, So et al.,
+# https://arxiv.org/abs/2109.08668).
+ACTIVATIONS: dict[Literal["gelu", "relu2"], Callable[[Tensor], Tensor]]
+ACTIVATIONS = {"gelu": F.gelu, "relu2": lambda x: F.relu(x).square()}
+
+
 class MLP(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -163,10 +170,7 @@ class MLP(nn.Module):
         self.down = CastedLinear(config.mlp_dim, config.dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.up(x)
-        # The square of ReLU is cheaper than GELU, and learns a little better (Primer, So et al.,
-        # https://arxiv.org/abs/2109.08668).
-        return self.down(F.gelu(h) if self.activation == "gelu" else F.relu(h).square())
+        return self.down(ACTIVATIONS[self.activation](self.up(x)))
 
 
 class Block(nn.Module):
@@ -185,9 +189,10 @@ class Block(nn.Module):
         c, x = self.config, x_BTD
         if self.has_attention:
             y = self.attention(norm(x, c.norm_eps) if c.attention.norm else x, value_BTD, args)
-            if c.attention.residual_scale == "depth":  # the residual stream does not grow with the number of layers
-                y = y * (1 / math.sqrt(2 * c.num_layers))
-            x = x + y
+            # depth: the residual stream does not grow with the number of layers
+            scales: dict[Literal["one", "depth"], float] = {"one": 1.0, "depth": 1 / math.sqrt(2 * c.num_layers)}
+            scale = scales[c.attention.residual_scale]
+            x = x + (y if scale == 1 else y * scale)
         if self.has_mlp:
             x = x + self.mlp(norm(x, c.norm_eps))
         return x

@@ -19,12 +19,10 @@ HUB = ("kernels-community/flash-attn3", "varunneal/flash-attention-3")  # the hu
 # Keywords of cu_seqlens (twice), the longest document (twice), the scale and the window; torch's own is
 # causal by its window, and deterministic where torch is.
 KEYWORDS: dict[Kernel, tuple[str, ...]] = {
-    "fa3": (
-        *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "window_size"),
-        *("causal", "deterministic"),
-    ),
+    "fa3": ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "window_size",
+            "causal", "deterministic"),
     "varlen": ("cu_seq_q", "cu_seq_k", "max_q", "max_k", "scale", "window_size"),
-}
+}  # fmt: skip
 
 _fa3: Callable[..., Any] | None = None  # a plain global: torch.compile looks through it, not through a cache
 

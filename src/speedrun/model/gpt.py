@@ -10,6 +10,7 @@ Shapes: B sequences, T positions, D width, H heads, K head width, V vocabulary, 
 
 import math
 import re
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -24,7 +25,7 @@ from speedrun.model.head import logits_of, loss_sum, targets_ahead
 from speedrun.model.rotary import frequencies, rotary_tables, yarn
 
 __all__ = [
-    "GPT", "MATRICES", "TABLES", "Documents", "GPTConfig", "Role", "Windows", "count_parameters", "flops_per_token",
+    "GPT", "MATRICES", "Documents", "GPTConfig", "Role", "Windows", "count_parameters", "flops_per_token",
 ]  # fmt: skip
 
 Role = Literal[
@@ -48,8 +49,10 @@ ROLES: dict[str, Role] = {  # by the name of the parameter without the numbers o
 }  # fmt: skip
 MATRICES: tuple[Role, ...] = ("attention_qkv", "attention_out", "mlp_up", "mlp_down")
 """Matrices inside the blocks: what Muon can train, and what may be stored in bfloat16."""
-TABLES: tuple[Role, ...] = ("embed", "embed2", "values", "head")
-"""Matrices with a row for each token of the vocabulary."""
+# The learned numbers of a form begin at these; the weight of a skip is a function of its number.
+SKIP_FORMS: dict[Literal["sigmoid", "linear"], tuple[float, Callable[[Tensor], Tensor]]]
+SKIP_FORMS = {"sigmoid": (-1.5, torch.sigmoid), "linear": (1.0, lambda number: number)}
+BACKOUT_FORMS: dict[Literal["subtract", "mix"], list[float]] = {"subtract": [0.5], "mix": [1.0, 0.0]}
 BIGRAM_SIGNS = 8192  # rows of random signs; 500 to 15,000 make no difference (PR 299)
 COUNTED_AS: dict[Role, str] = {
     "embed": "embedding", "embed2": "embedding", "head": "head", "values": "value embeddings",
@@ -91,13 +94,12 @@ class GPT(nn.Module):
         if c.head.smear_mtp:
             self.smear_mtp_lambda = nn.Parameter(torch.zeros(1))
         if c.residual.skips:
-            initial = -1.5 if c.residual.skip_form == "sigmoid" else 1.0
+            initial, _ = SKIP_FORMS[c.residual.skip_form]
             self.skip_lambdas = nn.Parameter(torch.full((len(c.residual.skips),), initial))
         if c.residual.skip_gates:
             self.skip_gates = nn.Parameter(torch.zeros(len(c.residual.skips), c.gate_inputs))
         if c.residual.backout is not None:
-            form = c.residual.backout_form
-            self.backout_lambdas = nn.Parameter(torch.tensor([0.5] if form == "subtract" else [1.0, 0.0]))
+            self.backout_lambdas = nn.Parameter(torch.tensor(BACKOUT_FORMS[c.residual.backout_form]))
 
         self.cos: Tensor
         self.sin: Tensor
@@ -211,10 +213,7 @@ class GPT(nn.Module):
         )
 
     def features(
-        self,
-        ids_BT: Tensor,
-        documents: Documents | None = None,
-        windows: Windows | WindowData | None = None,
+        self, ids_BT: Tensor, documents: Documents | None = None, windows: Windows | WindowData | None = None
     ) -> Tensor:
         """What the head reads, (B, T, D): the techniques in the order in which they act."""
         c = self.config
@@ -287,9 +286,8 @@ class GPT(nn.Module):
 
     def skip_weight(self, n: int, x0: Tensor) -> Tensor:
         """How much of a skip is taken; with gates, at each position."""
-        weight = self.skip_lambdas[n]
-        if self.config.residual.skip_form == "sigmoid":
-            weight = torch.sigmoid(weight)
+        _, form = SKIP_FORMS[self.config.residual.skip_form]
+        weight = form(self.skip_lambdas[n])
         if self.config.residual.skip_gates:
             weight = weight * 2 * gate(x0, self.skip_gates[n : n + 1])
         return weight
@@ -297,11 +295,11 @@ class GPT(nn.Module):
     def backout(self, x: Tensor, output: Tensor) -> Tensor:
         """The final norm, with the output of a middle layer subtracted or mixed in (PR 140, classiclarryd)."""
         eps = self.config.norm_eps
-        if self.config.residual.backout_form == "subtract":
-            # What a middle layer wrote for the layers after it is not what the head should read.
-            return norm(x - self.backout_lambdas[0] * output, eps)
-        # What the head should read may also be found in a middle layer.
-        return self.backout_lambdas[0] * norm(x, eps) + self.backout_lambdas[1] * norm(output, eps)
+        match self.config.residual.backout_form:
+            case "subtract":  # what a middle layer wrote for the layers after it is not what the head should read
+                return norm(x - self.backout_lambdas[0] * output, eps)
+            case "mix":  # what the head should read may also be found in a middle layer
+                return self.backout_lambdas[0] * norm(x, eps) + self.backout_lambdas[1] * norm(output, eps)
 
     def as_trained(self, windows: Windows | None, window_history: tuple[int, ...], tied: bool) -> None:
         """Make `logits` see what training saw last."""

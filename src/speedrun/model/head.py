@@ -30,13 +30,15 @@ def softcap(z: Tensor, config: HeadConfig) -> Tensor:
     (YouJiacheng).
     """
     c = config.softcap_limit
-    if config.softcap == "tanh":
-        return c * torch.tanh(z / c)
-    if config.softcap == "sigmoid":
-        return c * torch.sigmoid((z + config.softcap_shift) / config.softcap_temperature)
-    if config.softcap == "isru":
-        return c * z * torch.rsqrt(z.square() + c * c)  # cheaper than tanh
-    return z
+    match config.softcap:
+        case "tanh":
+            return c * torch.tanh(z / c)
+        case "sigmoid":
+            return c * torch.sigmoid((z + config.softcap_shift) / config.softcap_temperature)
+        case "isru":
+            return c * z * torch.rsqrt(z.square() + c * c)  # cheaper than tanh
+        case None:
+            return z
 
 
 def logits_of(x_ND: Tensor, weight_VD: Tensor, config: HeadConfig, training: bool = False) -> Tensor:
@@ -102,9 +104,8 @@ def loss_sum(
     divided once by the batch's tokens, is the batch's mean.
     """
     rows = piece_rows(len(x_ND), weight_VD)
-    losses = []
-    for x, targets in zip(x_ND.split(rows), targets_MN.split(rows, dim=1), strict=True):
-        losses.append(surprise(logits_of(x, weight_VD, config, training), targets, weights_M, config))
+    pieces = zip(x_ND.split(rows), targets_MN.split(rows, dim=1), strict=True)
+    losses = [surprise(logits_of(x, weight_VD, config, training), t, weights_M, config) for x, t in pieces]
     return sum(losses[1:], losses[0])
 
 

@@ -16,21 +16,24 @@ far, so there is no state to save.
 
 import itertools
 import math
+from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 SLOW_TURNS, FAST_TURNS = 1.0, 32.0
 SHARPEN = 0.2
 
 
-def frequencies(head_dim: int, base: float, form: str = "full") -> Tensor:
+def frequencies(head_dim: int, base: float, form: Literal["full", "half"] = "full") -> Tensor:
     """Radians per token of each channel pair, (K/2,), float64."""
-    if form == "full":
-        return base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    turning = head_dim // 4
-    exponents = torch.linspace(0, 1, turning, dtype=torch.float64)
-    return torch.cat([(1 / base) ** exponents, torch.zeros(head_dim // 2 - turning, dtype=torch.float64)])
+    match form:
+        case "full":
+            return base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+        case "half":
+            turning = (1 / base) ** torch.linspace(0, 1, head_dim // 4, dtype=torch.float64)
+            return F.pad(turning, (0, head_dim // 2 - head_dim // 4))
 
 
 def yarn_step(frequency_K: Tensor, old: int, new: int) -> tuple[Tensor, float]:

@@ -19,24 +19,7 @@ from speedrun.optim.sharded.plan import param_refs, plan_buckets
 from speedrun.optim.state import States, value_at
 
 __all__ = [
-    "NEWTON_SCHULZ",
-    "NEWTON_SCHULZ_PER_STEP",
-    "ORDERS",
-    "POLAR_EXPRESS",
-    "Adam",
-    "Combined",
-    "Comm",
-    "Interleaved",
-    "Muon",
-    "NonFiniteGradient",
-    "NorMuon",
-    "Plan",
-    "Snoo",
-    "States",
-    "TrainerOptimizer",
-    "orthogonalize",
-    "param_refs",
-    "plan_buckets",
-    "route",
-    "value_at",
-]
+    "NEWTON_SCHULZ", "NEWTON_SCHULZ_PER_STEP", "ORDERS", "POLAR_EXPRESS", "Adam", "Combined", "Comm", "Interleaved",
+    "Muon", "NonFiniteGradient", "NorMuon", "Plan", "Snoo", "States", "TrainerOptimizer", "orthogonalize", "param_refs",
+    "plan_buckets", "route", "value_at",
+]  # fmt: skip

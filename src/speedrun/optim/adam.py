@@ -22,7 +22,7 @@ from speedrun.optim.base import SpeedrunOptimizer
 from speedrun.optim.dtensor import local_of
 from speedrun.optim.functional import adam_apply_, adam_moments_
 from speedrun.optim.muon import Decay, DecayBy
-from speedrun.optim.state import Group, named, require
+from speedrun.optim.state import Group, require
 from speedrun.optim.work import Work
 
 EpsAt = Literal["corrected", "uncorrected"]
@@ -39,8 +39,6 @@ class Adam(SpeedrunOptimizer):
         weight_decay, wd_mul, decay: `decoupled` shrinks every weight, `cautious` only where the update shrinks it too.
         decay_by: the decay is multiplied by the learning rate (`lr`, as in AdamW) or by its square (`lr-squared`).
         every: step only on each `every`-th call, on the sum of the gradients since then.
-        row_beta1: EXPERIMENTAL. beta1 of each row times the share of recent steps in which the row had a gradient, so
-            that the table rows of rare tokens do not drift for long after a single gradient.
         exact_bf16: keep 16 more bits for bfloat16 weights, which makes them exact float32 (speedrun.optim.exact_bf16).
     """
 
@@ -54,8 +52,7 @@ class Adam(SpeedrunOptimizer):
         betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, eps_at: EpsAt = "corrected",
         weight_decay: float = 0.0, decay: Decay = "decoupled", decay_by: DecayBy = "lr",
         every: int = 1, lr_mul: float | list[float] = 1.0, wd_mul: float | list[float] = 1.0,
-        row_beta1: bool = False, exact_bf16: bool = True,
-        **unknown: Never,
+        exact_bf16: bool = True, **unknown: Never,
     ) -> None:  # fmt: skip
         super().__init__(params, arguments(locals()))
 
@@ -70,25 +67,13 @@ class Adam(SpeedrunOptimizer):
         require_number("eps", group["eps"])
         every = group["every"]
         require(type(every) is int and every >= 1, "every", every, "at least 1, and whole")
-        for name, p in named(group, len(self.param_groups) - 1) if group["row_beta1"] else ():
-            whole_rows = all(not q.is_shard() or q.dim == 0 for q in getattr(p, "placements", ()))
-            if p.ndim < 2 or not whole_rows:
-                why = (
-                    f"its shape is {tuple(p.shape)}" if whole_rows else "its rows are cut, each rank has a part of all"
-                )
-                raise ValueError(f"row_beta1 is on for {name}, which has no rows: {why}. Turn it off for this one.")
 
     def _state_shapes(self, p: Tensor, group: Group) -> dict[str, tuple[int, ...] | None]:
         shape = tuple(local_of(p).shape)
-        rows = (shape[0] if shape else 1, *[1] * (p.ndim - 1))
-        return {
-            "step": (), "exp_avg": shape, "exp_avg_sq": shape, "gradient_sum": shape, "waiting": None,
-            "row_rate": rows, "row_bias": rows,
-        }  # fmt: skip
+        return {"step": (), "exp_avg": shape, "exp_avg_sq": shape, "gradient_sum": shape, "waiting": None}
 
     def _unused_keys(self, group: Group) -> set[str]:
-        sums = {"gradient_sum"} if group["every"] == 1 else set()
-        return sums if group["row_beta1"] else {"row_rate", "row_bias", *sums}
+        return {"gradient_sum"} if group["every"] == 1 else set()
 
     # ------------------------------------------------------------------ step
 
@@ -119,9 +104,6 @@ class Adam(SpeedrunOptimizer):
             if key not in state:
                 wide = torch.promote_types(w.param.dtype, torch.float32)
                 state[key] = torch.zeros_like(w.param, dtype=wide, memory_format=torch.preserve_format)
-        if group["row_beta1"] and "row_rate" not in state:
-            rows = state["exp_avg"].new_zeros(len(w.param), *[1] * (w.param.ndim - 1))
-            state["row_rate"], state["row_bias"] = rows, torch.ones_like(rows)
         self._add_mantissa(w)
 
     def _end_counts(self, *, undo: bool) -> None:
@@ -159,23 +141,20 @@ class Adam(SpeedrunOptimizer):
 
     def _fits_fused(self, w: Work, finite: float | Tensor) -> bool:
         group = w.group
-        plain = not group["row_beta1"] and not (group["decay"] == "cautious" and group["weight_decay"])
+        plain = not (group["decay"] == "cautious" and group["weight_decay"])
         same = w.grad.dtype == w.param.dtype == torch.float32 and w.param.device.type == "cpu"
         tensors = w.param, w.grad, w.state["exp_avg"], w.state["exp_avg_sq"]
         return plain and same and isinstance(finite, float) and share_layout(tensors)
 
     def _fused(self, numbers: tuple[float, ...], members: list[Work]) -> None:
         lr, beta1, beta2, eps, decay = numbers
+        params, grads = [w.param for w in members], [w.grad for w in members]
+        m, v, steps = ([w.state[key] for w in members] for key in ("exp_avg", "exp_avg_sq", "step"))
         adamw(
-            [w.param for w in members],
-            [w.grad for w in members],
-            [w.state["exp_avg"] for w in members],
-            [w.state["exp_avg_sq"] for w in members],
-            [],
-            [w.state["step"] for w in members],
+            params, grads, m, v, [], steps,
             fused=True, amsgrad=False, beta1=beta1, beta2=beta2, lr=lr, weight_decay=decay, eps=eps, maximize=False,
         )  # fmt: skip
-        increment_version([w.param for w in members])  # the kernel does not count its writes for autograd
+        increment_version(params)  # the kernel does not count its writes for autograd
 
     def _plain(self, w: Work, finite: float | Tensor) -> None:
         group, state = w.group, w.state
@@ -186,8 +165,6 @@ class Adam(SpeedrunOptimizer):
         state["step"] += 1 if isinstance(finite, float) else finite.to(state["step"].device)
         t = state["step"].item()
         keep1, keep2, bias1 = beta1, beta2, 1 - beta1**t if t else 1.0  # a masked step may be the first
-        if group["row_beta1"]:
-            keep1, bias1 = self._row_beta1(w, g, beta1, beta2, t, finite)
         if isinstance(finite, Tensor):  # with 0 both moments stay
             keep1, keep2 = 1 - (1 - keep1) * finite, 1 - (1 - beta2) * finite
         adam_moments_(m, v, g, keep1, keep2)
@@ -202,18 +179,6 @@ class Adam(SpeedrunOptimizer):
             cautious=group["decay"] == "cautious",
         )  # fmt: skip
         self._write(w, x)
-
-    def _row_beta1(
-        self, w: Work, g: Tensor, beta1: float, beta2: float, t: float, finite: float | Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """beta1 of each row, and one minus the product of all of them so far, which is the bias to correct."""
-        state = w.state
-        seen = (g != 0).flatten(1).any(1).view(-1, *[1] * (g.ndim - 1)).to(g.dtype)
-        state["row_rate"].lerp_(seen, (1 - beta2) * finite)
-        row_beta = beta1 * (state["row_rate"] / (1 - beta2**t if t else 1.0))
-        state["row_bias"].mul_(row_beta if isinstance(finite, float) else torch.where(finite > 0, row_beta, 1))
-        bias = 1 - state["row_bias"]
-        return row_beta, bias if isinstance(finite, float) else torch.where(bias > 0, bias, 1)
 
 
 def share_layout(tensors: Sequence[Tensor]) -> bool:

@@ -28,7 +28,7 @@ from speedrun.optim.dtensor import (
 )
 from speedrun.optim.exact_bf16 import checksum, join, split
 from speedrun.optim.finite import DeferredFiniteCheck, NonFiniteGradient, all_finite, is_synchronous, raise_deferred
-from speedrun.optim.protocol import SingleProcess, StateDictMethods
+from speedrun.optim.protocol import Sharding, SingleProcess, StateDictMethods
 from speedrun.optim.state import Group, Loss, as_tuples, call_closure, match_groups, named, pack, untraced, unwrapped
 from speedrun.optim.work import Work
 
@@ -40,7 +40,7 @@ class SpeedrunOptimizer(DeferredFiniteCheck, SingleProcess, StateDictMethods, Op
     own_keys: tuple[str, ...] = ()  # group values by which its state_dict is known; others may have come with a version
     required: tuple[str, ...] = ()  # of every state
     replicated_state: tuple[str, ...] = ()  # of a DTensor: the same on all ranks, not cut as the parameter is
-    whole_matrices = False  # whether an update needs the whole parameter, so that rows cannot be trained apart
+    sharding: Sharding = "rows"
 
     def __init__(self, params: ParamsT, defaults: Group) -> None:
         if not isinstance(params, Tensor):

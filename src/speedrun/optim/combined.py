@@ -123,7 +123,7 @@ class Combined(SingleProcess, StateDictMethods, Optimizer):
         options = {key for other in self.optimizers for key in other.defaults} & set(group)
         shapes = [(p[1] if isinstance(p, tuple) else p).shape for p in group["params"]]
         vectors = any(len(shape) < 2 for shape in shapes)
-        return options <= set(optimizer.defaults) and not (vectors and getattr(optimizer, "whole_matrices", False))
+        return options <= set(optimizer.defaults) and not (vectors and adapt(optimizer).sharding == "owned")
 
     step = step_members
 

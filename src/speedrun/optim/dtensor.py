@@ -19,8 +19,7 @@ def is_sharded(p: Tensor) -> bool:
 
 def local_of(p: Any) -> Tensor:
     """This rank's part, sharing memory with the parameter; the parameter itself when it is an ordinary one."""
-    local: Tensor = p.to_local() if is_sharded(p) else p
-    return local
+    return p.to_local() if is_sharded(p) else p
 
 
 def redistribute(grad: Any, p: Any) -> Tensor:
@@ -28,8 +27,7 @@ def redistribute(grad: Any, p: Any) -> Tensor:
 
     Under `SequenceParallel` a weight is the same on all ranks, and each has only a share of the gradient's sum.
     """
-    local: Tensor = grad.redistribute(p.device_mesh, p.placements).to_local()
-    return local
+    return grad.redistribute(p.device_mesh, p.placements).to_local()
 
 
 def versions(p: Tensor) -> tuple[int, int]:
@@ -53,8 +51,7 @@ def as_dtensor(part: Any, like: Any) -> Any:
 
 def full_tensor(p: Any) -> Tensor:
     """The whole of a DTensor, which all ranks must call; an ordinary tensor as it is."""
-    whole: Tensor = p.full_tensor() if is_sharded(p) else p
-    return whole
+    return p.full_tensor() if is_sharded(p) else p
 
 
 def gather_full(part: Tensor, like: Any) -> Tensor:

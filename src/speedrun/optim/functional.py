@@ -81,7 +81,7 @@ def apply_update_(x: Tensor, u: Tensor, rate: Scalar) -> Tensor:
 def adam_moments_(m: Tensor, v: Tensor, g: Tensor, beta1: Scalar, beta2: Scalar) -> None:
     """m <- beta1 m + (1 - beta1) g;  v <- beta2 v + (1 - beta2) g^2.
 
-    `beta1` may have one value for each row. Adam, Kingma and Ba, https://arxiv.org/abs/1412.6980.
+    Adam, Kingma and Ba, https://arxiv.org/abs/1412.6980.
     """
     m.mul_(beta1).add_(g * (1 - beta1))
     v.mul_(beta2).addcmul_(g, g * (1 - beta2))

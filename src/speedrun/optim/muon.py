@@ -28,6 +28,7 @@ from speedrun.optim.blocks import BlockLayout, Blocks, Matrix, block_layouts, li
 from speedrun.optim.dtensor import gather_full, local_of, local_part
 from speedrun.optim.orthogonalize import Method, Orthogonalizer, check_method, fast_dtype
 from speedrun.optim.polynomial import Coefficients, multiplications
+from speedrun.optim.protocol import Sharding
 from speedrun.optim.spread import OwnedMatrix, Spread, group_by_mesh
 from speedrun.optim.state import Group, named, require, value_at
 from speedrun.optim.work import Work
@@ -90,7 +91,7 @@ class Muon(SpeedrunOptimizer):
     per_parameter: tuple[str, ...] = ("lr_mul", "wd_mul", "blocks", "matrix", "transposed")
     own_keys: tuple[str, ...] = ("method", "momentum_form")
     required: tuple[str, ...] = ("momentum_buffer",)
-    whole_matrices = True
+    sharding: Sharding = "owned"
     replicated_state: tuple[str, ...] = ()  # computed from whole matrices: of a DTensor the same on all ranks
 
     def __init__(
@@ -130,12 +131,9 @@ class Muon(SpeedrunOptimizer):
 
     def cost(self, p: Tensor, group: Group, index: int) -> float:
         """The multiplications of its orthogonalisation, and its passes through memory as multiplications."""
-        dtype = group["dtype"] or fast_dtype(p.device)
-        products = (
-            layout.count * multiplications(layout.rows, layout.cols, group["steps"], dtype, p.device)
-            for layout in block_layouts(p.shape, group, index)
-        )
-        return sum(products) + WEIGHT_COST * p.numel()
+        how = group["steps"], group["dtype"] or fast_dtype(p.device), p.device
+        layouts = block_layouts(p.shape, group, index)
+        return sum(g.count * multiplications(g.rows, g.cols, *how) for g in layouts) + WEIGHT_COST * p.numel()
 
     # ------------------------------------------------------------------ step
 
@@ -180,13 +178,12 @@ class Muon(SpeedrunOptimizer):
             layout = members[0][1]
             fitting = CHUNK_BYTES // (4 * layout.rows * layout.cols) // 2 * 2  # even: pairs of cores stay busy
             limit = max(MIN_STACK, fitting)
-            chunk: Stack = []
+            chunks: list[Stack] = [[]]
             for member in members:
-                if chunk and sum(g.count for _, g in [*chunk, member]) > limit:
-                    yield self._stacks(chunk)
-                    chunk = []
-                chunk.append(member)
-            yield self._stacks(chunk)
+                if chunks[-1] and sum(g.count for _, g in [*chunks[-1], member]) > limit:
+                    chunks.append([])
+                chunks[-1].append(member)
+            yield from map(self._stacks, chunks)
 
     def _stacks(self, members: Stack) -> list[Stack]:
         stacks: dict[tuple[Any, ...], Stack] = defaultdict(list)
@@ -292,14 +289,11 @@ class Muon(SpeedrunOptimizer):
     def _scale(w: Work, like: Tensor) -> float | Tensor:
         """The factor of the update: one number, or one for each weight of `like` where blocks differ in height."""
         layouts = block_layouts(w.shape, w.group, w.index)
-        scales = [update_scale(w.group["scale"], layout.rows, layout.cols) for layout in layouts]
+        scales = [update_scale(w.group["scale"], g.rows, g.cols) for g in layouts]
         if len(layouts) == 1:
             return scales[0]
-        matrix = layouts[0].matrix
-        parts = [
-            like.new_full((matrix.lead, layout.a * layout.rows, matrix.width), scale)
-            for layout, scale in zip(layouts, scales, strict=True)
-        ]
+        matrix, pairs = layouts[0].matrix, zip(layouts, scales, strict=True)
+        parts = [like.new_full((matrix.lead, g.a * g.rows, matrix.width), scale) for g, scale in pairs]
         return local_part(matrix.restore(torch.cat(parts, dim=-2)), w.home)
 
     @staticmethod
@@ -354,10 +348,8 @@ class NorMuon(Muon):
 
     def _state_shapes(self, p: Tensor, group: Group) -> dict[str, tuple[int, ...] | None]:
         index = next(i for i, q in enumerate(group["params"]) if q is p)
-        shapes = [
-            self._moment_shape(layout, value_at(group["axis"], index))
-            for layout in block_layouts(p.shape, group, index)
-        ]
+        axis = value_at(group["axis"], index)
+        shapes = [self._moment_shape(layout, axis) for layout in block_layouts(p.shape, group, index)]
         whole = shapes[0] if len(shapes) == 1 else (sum(map(math.prod, shapes)),)
         return {**super()._state_shapes(p, group), "second_moment": whole}
 

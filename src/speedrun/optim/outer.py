@@ -253,10 +253,8 @@ class Snoo(StateDictMethods, Optimizer):
 
 
 def _load_outer(saved: Tensor, key: str, name: str, p: Tensor) -> Tensor:
-    part = load_tensor(
-        saved, p, f"The state {key!r} of {name}", tuple(local_of(p).shape), torch.promote_types(p.dtype, torch.float32)
-    )
-    return as_dtensor(part, p)
+    shape, wide = tuple(local_of(p).shape), torch.promote_types(p.dtype, torch.float32)
+    return as_dtensor(load_tensor(saved, p, f"The state {key!r} of {name}", shape, wide), p)
 
 
 def _foreign(why: str) -> ValueError:

@@ -3,12 +3,15 @@
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from speedrun.optim.state import Group, States, by_name, clone, load_by_name, match_groups, params_of, require, untraced
+
+Sharding = Literal["owned", "rows", "replicated"]
+"""Matrices that must be whole are owned, each by one rank; others may be cut by rows; or every rank trains all."""
 
 
 @runtime_checkable
@@ -74,6 +77,9 @@ class StateDictMethods:
     subclass has `_save`, which returns what `state_dict` does when there are no hooks; `_check`, which returns
     everything that is needed to load a state_dict, or raises ValueError; and `_load`, which loads what that returned.
     """
+
+    sharding: Sharding | None = None
+    """How several ranks share its parameters; None: it consists of optimizers, which are shared instead."""
 
     def state_dict(self) -> dict[str, Any]:
         """In torch's layout; see docs/optimizers.md."""
@@ -150,6 +156,8 @@ class SingleProcess:
 
 class Foreign(SingleProcess):
     """A `torch.optim.Optimizer` of another package: each parameter is its own master, and gradients are not checked."""
+
+    sharding: Sharding = "replicated"
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer

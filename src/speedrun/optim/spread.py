@@ -136,16 +136,13 @@ class Spread:
     def _gather_parts(self, k: int, held: dict[int, Tensor]) -> dict[int, Tensor]:
         """Along dimension `k` of the mesh, the parts of what is owned there by ranks with this rank's coordinate."""
         axes = {i: axis for i, layout in enumerate(self.layouts) if (axis := layout.axes_cut[k]) is not None}
-        mine = [i for i in held if self.layouts[i].owner[k] == self.at[k]]
+        mine, at = [i for i in held if self.layouts[i].owner[k] == self.at[k]], self.at[:k]
         if axes:  # without any, ranks have the same, and each keeps what it owns
             sent: list[list[Tensor]] = [[] for _ in range(self.sizes[k])]
             for i in sorted(held.keys() & axes):
                 sent[self.layouts[i].owner[k]].append(held[i])
             cut = [i for i in mine if i in axes]
-            shapes = [
-                [self.layouts[i].part((*self.at[:k], sender), self.sizes) for i in cut]
-                for sender in range(self.sizes[k])
-            ]
+            shapes = [[self.layouts[i].part((*at, sender), self.sizes) for i in cut] for sender in range(self.sizes[k])]
             pieces = zip(*self._exchange(k, sent, shapes), strict=True)
             held |= {i: torch.cat(of_one, axes[i]) for i, of_one in zip(cut, pieces, strict=True)}
         return {i: held[i] for i in mine}

@@ -29,27 +29,25 @@ def named(group: Group, number: int) -> Iterator[tuple[str, Tensor]]:
         yield (names[index] if names else f"parameter {index} of group {number} {tuple(p.shape)}"), p
 
 
+def _all_named(groups: list[Group]) -> Iterator[tuple[str, Tensor]]:
+    return (pair for number, group in enumerate(groups) for pair in named(group, number))
+
+
 def params_of(groups: list[Group]) -> list[Tensor]:
     return [p for group in groups for p in group["params"]]
 
 
 def by_name(groups: list[Group], states: Mapping[Tensor, Any]) -> States:
     """The state of each parameter that has one, by the parameter's name, in whatever group it is."""
-    return {
-        name: dict(states[p])
-        for number, group in enumerate(groups)
-        for name, p in named(group, number)
-        if states.get(p)
-    }
+    return {name: dict(states[p]) for name, p in _all_named(groups) if states.get(p)}
 
 
 def load_by_name(groups: list[Group], states: MutableMapping[Tensor, Any], saved: States) -> None:
     """Make a copy of what `by_name` gave the state of the parameters; the order of groups does not matter."""
-    for number, group in enumerate(groups):
-        for name, p in named(group, number):
-            states.pop(p, None)
-            if saved.get(name):
-                states[p] = clone(saved[name], p.device)
+    for name, p in _all_named(groups):
+        states.pop(p, None)
+        if saved.get(name):
+            states[p] = clone(saved[name], p.device)
 
 
 def clone(state: dict[str, Any], device: torch.device) -> dict[str, Any]:

@@ -30,8 +30,7 @@ class Work:
     @property
     def shape(self) -> torch.Size:
         """Of the whole parameter."""
-        shape: torch.Size = self.home.shape
-        return shape
+        return self.home.shape
 
     def of(self, key: str) -> Any:
         """A group's value, or the parameter's own when the group lists one for each parameter."""

@@ -13,7 +13,7 @@ from msgspec import Meta
 from torch import nn
 
 from speedrun.checks import AboveZero, NotNegative, Positive, check_fields
-from speedrun.model import MATRICES, TABLES, Role
+from speedrun.model import MATRICES, Role
 from speedrun.optim import NEWTON_SCHULZ_PER_STEP, Adam, Combined, Muon, NorMuon, Snoo, TrainerOptimizer
 
 Beta = Annotated[float, Meta(ge=0, lt=1)]
@@ -118,8 +118,6 @@ class OptimConfig:
     """The optimizer of the matrices inside the blocks."""
     weights: Literal["float32", "bf16", "exact-bf16"] = "float32"
     """How the matrices inside the blocks are stored; exact-bf16 keeps the missing 16 bits beside them."""
-    row_beta1: bool = False
-    """Experimental: beta1 of a table's row falls with how rarely the row gets a gradient."""
     blocks: Part = field(default_factory=lambda: Part(decay=1.0))
     """Matrices inside the blocks, when Adam trains them."""
     embed: Part = field(default_factory=Part)
@@ -196,7 +194,7 @@ def _build_adam(parts: dict[str, Named], config: OptimConfig) -> list[Adam]:
         groups.append(
             {
                 "params": inside, "lr": rate, "initial_lr": rate, "betas": betas, "part": part,
-                "weight_decay": config.weight_decay * p.decay, "row_beta1": config.row_beta1 and part in TABLES,
+                "weight_decay": config.weight_decay * p.decay,
             }
         )  # fmt: skip
     options: dict[str, Any] = {

@@ -15,9 +15,10 @@ from torch.autograd.graph import increment_version
 from torch.profiler import record_function
 
 from speedrun.optim.exact_bf16 import join
+from speedrun.optim.protocol import Sharding
 from speedrun.optim.sharded.comm import Comm
 from speedrun.optim.sharded.order import Op
-from speedrun.optim.sharded.plan import BucketPlan, Kind, Member, ParamRef, Slot
+from speedrun.optim.sharded.plan import BucketPlan, Member, ParamRef, Slot
 from speedrun.optim.state import States, clone
 from speedrun.optim.work import Work
 
@@ -329,7 +330,7 @@ class ReplicatedBucket(Bucket):
         return ref.member.master(ref.param)
 
 
-BUCKETS: dict[Kind, type[Bucket]] = {"owned": OwnedBucket, "rows": RowShardedBucket, "replicated": ReplicatedBucket}
+BUCKETS: dict[Sharding, type[Bucket]] = {"owned": OwnedBucket, "rows": RowShardedBucket, "replicated": ReplicatedBucket}
 
 
 def view_like(flat: Tensor, like: Tensor) -> Tensor:

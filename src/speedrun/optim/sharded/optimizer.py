@@ -35,14 +35,13 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.profiler import record_function
 
-from speedrun.optim.base import SpeedrunOptimizer
 from speedrun.optim.finite import NonFiniteGradient, all_finite, raise_deferred
-from speedrun.optim.protocol import StateDictMethods, TrainerOptimizer, shared_defaults
+from speedrun.optim.protocol import StateDictMethods, shared_defaults
 from speedrun.optim.sharded.bucket import BUCKETS, Bucket
 from speedrun.optim.sharded.comm import Comm
 from speedrun.optim.sharded.foreign import ForeignMember
 from speedrun.optim.sharded.order import ORDERS, Early, Order, early_reductions, resolve_order
-from speedrun.optim.sharded.plan import ParamRef, param_refs, plan_buckets, state_bytes
+from speedrun.optim.sharded.plan import Member, ParamRef, param_refs, plan_buckets, state_bytes
 from speedrun.optim.state import Group, Loss, States, call_closure, clone, match_groups, require, untraced
 
 
@@ -82,8 +81,8 @@ class Interleaved(StateDictMethods, Optimizer):
         replicate_below: int = 1024,
         process_group: Any = None,
     ) -> None:
+        self.optimizers = list(map(_member, optimizers))
         _check_arguments(optimizers, average, buckets)
-        self.optimizers = [o if isinstance(o, SpeedrunOptimizer) else ForeignMember(o) for o in optimizers]
         self.comm = Comm.of(process_group)
         names = {p: name for name, p in model.named_parameters()}
         self.refs = param_refs(self.optimizers, names)
@@ -407,17 +406,21 @@ class Interleaved(StateDictMethods, Optimizer):
         )
 
 
+def _member(optimizer: Any) -> Member:
+    """The optimizer as buckets call it; ValueError if it is none, or consists of others."""
+    name, sharding = type(optimizer).__name__, getattr(optimizer, "sharding", "replicated")
+    if not hasattr(optimizer, "param_groups"):
+        raise ValueError(f"Interleaved got a {name}; pass Muon, NorMuon, Adam, or any torch.optim.Optimizer.")
+    if sharding is None:
+        raise ValueError(
+            f"Interleaved cannot shard {name}; pass the optimizers in it, and put Snoo around Interleaved."
+        )
+    return ForeignMember(optimizer) if sharding == "replicated" else optimizer
+
+
 def _check_arguments(optimizers: Sequence[Any], average: Any, buckets: int) -> None:
     if not optimizers:
         raise ValueError("Interleaved got no optimizers; pass at least one.")
-    for optimizer in optimizers:
-        name = type(optimizer).__name__
-        if not isinstance(optimizer, Optimizer):
-            raise ValueError(f"Interleaved got a {name}; pass Muon, NorMuon, Adam, or any torch.optim.Optimizer.")
-        if isinstance(optimizer, TrainerOptimizer) and not isinstance(optimizer, SpeedrunOptimizer):
-            raise ValueError(
-                f"Interleaved cannot shard {name}; pass the optimizers in it, and put Snoo around Interleaved."
-            )
     number = type(average) is int and average >= 1
     require(number or average in ("mean", "sum"), "average", average, "one of: mean, sum, a whole number from 1 on")
     require(buckets >= 1, "buckets", buckets, "at least 1")

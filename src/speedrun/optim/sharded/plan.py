@@ -9,17 +9,18 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from speedrun.optim.base import SpeedrunOptimizer
+from speedrun.optim.protocol import Sharding
 from speedrun.optim.sharded.foreign import ForeignMember
+from speedrun.optim.spread import assign
 from speedrun.optim.state import Group, named
 from speedrun.optim.work import Work
 
-Kind = Literal["owned", "rows", "replicated"]
 Member = SpeedrunOptimizer | ForeignMember
 ALIGNMENT = 64  # bytes, as torch's allocators give them: the speed and the last bits of a product can depend on it
 
@@ -67,7 +68,7 @@ class BucketPlan:
     """Parameters whose gradients are reduced together, and what each rank trains of them."""
 
     label: str
-    kind: Kind
+    kind: Sharding
     slots: tuple[tuple[Slot, ...], ...]  # of each rank
     chunk: int  # elements of what one rank trains, with the gaps between slots
     refs: tuple[ParamRef, ...]
@@ -122,13 +123,13 @@ def plan_buckets(
     """
     matrices: dict[Any, list[ParamRef]] = defaultdict(list)
     small: dict[Any, list[ParamRef]] = defaultdict(list)
-    foreign: dict[ForeignMember, list[ParamRef]] = defaultdict(list)
+    foreign: dict[Any, list[ParamRef]] = defaultdict(list)
     plans = []
     for ref in refs:
         kind = ref.param.dtype, ref.param.device
-        if isinstance(ref.member, ForeignMember):
+        if ref.member.sharding == "replicated":
             foreign[ref.member].append(ref)
-        elif ref.member.whole_matrices:
+        elif ref.member.sharding == "owned":
             matrices[kind].append(ref)
         elif ref.param.numel() < max(1, replicate_below) or ref.param.ndim == 0:
             small[kind].append(ref)
@@ -175,9 +176,8 @@ def _owned(label: str, refs: Sequence[ParamRef], load: list[float]) -> BucketPla
     Then the share with the largest effort goes to the rank with the least so far, which is its `load`.
     """
     ranks = range(len(load))
-    shares: list[list[ParamRef]] = [[] for _ in ranks]
-    for ref in sorted(refs, key=lambda r: -r.param.numel()):
-        min(shares, key=lambda share: sum(r.param.numel() for r in share)).append(ref)
+    placed = list(zip(refs, assign([ref.param.numel() for ref in refs], len(load)), strict=True))
+    shares = [[ref for ref, place in placed if place == share] for share in ranks]
     costs = [sum(ref.cost() for ref in share) for share in shares]
     least_first = sorted(ranks, key=lambda rank: load[rank])
     most_first = sorted(ranks, key=lambda share: -costs[share])
@@ -186,9 +186,7 @@ def _owned(label: str, refs: Sequence[ParamRef], load: list[float]) -> BucketPla
         load[rank] += costs[share_of[rank]]
     step = ALIGNMENT // refs[0].param.itemsize
     slots, sizes = zip(*(_consecutive(shares[share_of[rank]], step) for rank in ranks), strict=True)
-    place = {ref: k for k, ref in enumerate(refs)}
-    in_order = tuple(tuple(sorted(mine, key=lambda slot: place[slot.ref])) for mine in slots)
-    return BucketPlan(label, "owned", in_order, max(sizes), tuple(refs))
+    return BucketPlan(label, "owned", slots, max(sizes), tuple(refs))
 
 
 def _consecutive(refs: Sequence[ParamRef], step: int) -> tuple[tuple[Slot, ...], int]:
