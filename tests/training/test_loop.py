@@ -200,7 +200,7 @@ def test_a_validation_that_runs_out_of_memory_says_what_to_do(tokens: TokenFolde
         return compute(*inputs, **choices)
 
     trainer.loss_of = greedy
-    with pytest.raises(UserError, match=r"validation batch of 4 x 32 tokens; pass fewer --validation\.rows"):
+    with pytest.raises(UserError, match=r"validation batch of 4 x 32 tokens; pass a smaller --validation\.batch-size"):
         warm_up(trainer)
 
 
