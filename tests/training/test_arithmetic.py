@@ -17,7 +17,7 @@ from speedrun.data.shards import TokenFolder
 from speedrun.errors import UserError
 from speedrun.model.config import GPTConfig
 from speedrun.recipes import get_recipe
-from speedrun.training import arithmetic, load
+from speedrun.training import arithmetic
 from speedrun.training.arithmetic import Shapes, Tried
 from speedrun.training.runlog import read_metrics, read_run
 from tests.conftest import choose_on_cpu
@@ -31,7 +31,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(arithmetic.ONEDNN_LIMIT, "")  # so that it is put back whatever happens
     monkeypatch.delenv(arithmetic.ONEDNN_LIMIT)
     arithmetic.processor.cache_clear()
-    monkeypatch.setattr(load.Load, "others", lambda self: 0.0)  # the suite's other worker keeps a core busy
     return tmp_path / "home"
 
 
@@ -145,20 +144,6 @@ def test_a_home_that_cannot_be_written_costs_a_sentence_and_a_trial_each_time(ho
         assert found == torch.bfloat16
         assert "this cannot be kept for the next time" in why
         assert python.trials == trials
-
-
-def test_a_trial_beside_other_processes_is_not_kept(
-    home: Path, python: Python, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is busy may turn the answer around, and a kept answer would stay wrong."""
-    monkeypatch.setattr(load.Load, "others", lambda self: 1.5)
-    python.measures([1.0], [1.2])
-    for trials in (1, 2):
-        found, why = choose_on_cpu(MODEL, 64, 1)
-        assert found == torch.float32
-        assert why.endswith("tried beside other processes, so the next run tries again")
-        assert python.trials == trials
-    assert not (home / arithmetic.FILE).exists()
 
 
 def test_a_file_that_is_a_link_to_itself_costs_a_sentence(home: Path, python: Python) -> None:

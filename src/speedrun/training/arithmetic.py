@@ -2,7 +2,7 @@
 
 The flags of a CPU do not tell: from one to the next bfloat16 takes between a third and five times the time of float32.
 A trial takes a fraction of a second; its result is kept in `arithmetic.json` in the data folder, for this kind of CPU,
-torch, number of threads and shapes, unless other processes were busy meanwhile.
+torch, number of threads and shapes.
 """
 
 import dataclasses
@@ -22,11 +22,11 @@ from pathlib import Path
 import msgspec
 import torch
 
-from speedrun.checks import AboveZero, NotNegative, Positive
+from speedrun.checks import AboveZero, Positive
 from speedrun.errors import OtherVersion, UserError
 from speedrun.files import home, read_json, write_json
 from speedrun.model import GPTConfig
-from speedrun.training import load, telemetry
+from speedrun.training import telemetry
 from speedrun.training.arithmetic_trial import FASTER, TRIALS
 
 FILE = "arithmetic.json"
@@ -72,8 +72,6 @@ class Tried:
     """Why there are no seconds."""
     limit: str | None = None
     """Instruction set that oneDNN had to be limited to, or the trial would have died."""
-    others: NotNegative | None = None
-    """Cores that other processes kept busy meanwhile; None: unknown."""
 
     def __post_init__(self) -> None:
         if len(self.float32) != len(self.bfloat16) or bool(self.float32) == bool(self.failed):
@@ -112,13 +110,10 @@ def choose_on_cpu(model: GPTConfig, tokens: int, threads: int) -> tuple[torch.dt
     found = next((t for t in stored if (t.machine, t.torch, t.threads, t.shapes) == wanted), None)
     if found is None:
         found = tried(shapes, threads)
-        if (found.others or 0.0) >= load.BUSY:  # what is busy may turn the answer around
-            notes.append("tried beside other processes, so the next run tries again")
-        else:
-            try:
-                write_json(file, msgspec.to_builtins(Trials((*stored, found)[-KEPT:])))
-            except UserError as e:
-                notes.append(f"this cannot be kept for the next time: {str(e).rstrip('.')}")
+        try:
+            write_json(file, msgspec.to_builtins(Trials((*stored, found)[-KEPT:])))
+        except UserError as e:
+            notes.append(f"this cannot be kept for the next time: {str(e).rstrip('.')}")
     if found.limit:
         os.environ.setdefault(ONEDNN_LIMIT, found.limit)
     return torch.bfloat16 if found.bfloat16_wins else torch.float32, "; ".join([str(found), *notes])
@@ -127,15 +122,12 @@ def choose_on_cpu(model: GPTConfig, tokens: int, threads: int) -> tuple[torch.dt
 def tried(shapes: Shapes, threads: int) -> Tried:
     """Try both here and now, in a child process."""
     seconds: dict[str, tuple[float, ...]] = {}
-    watched = load.Load()
     failed, limit = _try(shapes, threads, seconds), None
     if failed and lists_amx() and ONEDNN_LIMIT not in os.environ:
         limit = WITHOUT_AMX
         failed = _try(shapes, threads, seconds, {ONEDNN_LIMIT: limit})
     today = datetime.datetime.now(datetime.UTC).date()
-    what = processor(), str(torch.__version__), threads, shapes, today
-    times = seconds.get("float32", ()), seconds.get("bfloat16", ())
-    return Tried(*what, *times, failed=failed, limit=limit, others=watched.others())
+    return Tried(processor(), str(torch.__version__), threads, shapes, today, **seconds, failed=failed, limit=limit)
 
 
 def _try(
