@@ -188,7 +188,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "1 GB": (grow, "has 1,073,741,824 bytes, but no stored file has more than 268,435,456."),
     "not UTF-8": (lambda file: file.write_bytes(b'{"a": "\xff"}'), "is damaged: 'utf-8' codec can't decode byte"),
     "empty": (lambda file: file.write_bytes(b""), "is damaged: Input data was truncated."),
-    "cut": (lambda file: file.write_bytes(file.read_bytes()[:-20]), "is damaged: Input data was truncated."),
+    "cut": (
+        lambda file: file.write_bytes(file.read_bytes().rpartition(b":")[0]),
+        "is damaged: Input data was truncated.",
+    ),
     "a folder": (into_folder, "is a folder, not a stored file."),
     "a list": (lambda file: file.write_text("[1]"), "is damaged: it is not a JSON object."),
 }
